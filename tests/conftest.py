@@ -1,4 +1,4 @@
-"""A tiny tokenizer, a forwarding server, the settings of the property tests, and Python's signal handlers."""
+"""Tiny models, a forwarding server, the settings of the property tests, and Python's signal handlers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import signal
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -18,7 +20,7 @@ from hypothesis.internal.constants_ast import Constants
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from quire.tokenization.tokenizer import Tokenizer
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 # Every run tries the same examples. A busy machine makes an example slow, which is no defect.
 settings.register_profile(
@@ -53,11 +55,6 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 @pytest.fixture(autouse=True)
 def _signal_handlers() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt, and undo what a command that runs in this process sets."""
@@ -66,6 +63,11 @@ def _signal_handlers() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
@@ -131,3 +133,27 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Tokenizer:
     return Tokenizer.load(model_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function from an architecture, and changed sizes, to the folder of its tiny random model."""
+    # It imports torch, which most tests do without.
+    from quire.models.random_model import make_random_model
+
+    @cache
+    def make(architecture: str, **sizes: Any) -> Path:
+        return make_random_model(architecture, tmp_path_factory.mktemp(architecture), **sizes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_model: Callable[..., Path]) -> Callable[..., list[int]]:
+    """Return a function from (architecture, prompt) to the first greedy tokens of transformers."""
+    from tests.testing.tiny_models import generate_greedy, load_reference
+
+    def generate(architecture: str, prompt: list[int], num_new: int = 64) -> list[int]:
+        return generate_greedy(load_reference(tiny_model(architecture)), prompt, num_new)
+
+    return generate

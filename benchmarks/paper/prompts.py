@@ -7,8 +7,8 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from quire.models.source import demo_model_path
 from quire.models.notes import ITEMS, sample_notes, text
+from quire.models.source import demo_model_path
 
 Prompts = Callable[[int, int], list[int]]
 """Returns the tokens of a prompt of a given length, with a seed."""

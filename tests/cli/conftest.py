@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from quire.cli.app import make_app
+from tests.testing.fake_generation import fake_generation as fake_generation
 
 COMMAND = [sys.executable, "-c", "from quire.cli.main import main; main()"]
-
-
-def _load(path: Path) -> ModuleType:
-    spec = spec_from_file_location("client_fixtures", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# The tests of the client have the same server; folders of tests are no packages that could import each other.
-fake_generation = _load(Path(__file__).parents[1] / "client" / "conftest.py").fake_generation
 
 
 @pytest.fixture

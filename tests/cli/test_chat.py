@@ -85,7 +85,7 @@ class Terminal:
         while time.monotonic() < deadline:
             self.type("\x03")
             with suppress(subprocess.TimeoutExpired):
-                return self.process.wait(0.5)
+                return self.process.wait(5)
         raise AssertionError("the process goes on")
 
     def close(self) -> None:

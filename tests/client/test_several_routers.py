@@ -22,7 +22,7 @@ from quire.protos.inference_pb2_grpc import (
     add_GenerationServiceServicer_to_server,
 )
 from quire.rpc.errors import ResourceExhausted, ServiceError, to_status
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 NUM_TOKENS = 9
 WORDS = ["a ", "b", " ccé", "🙂", ""]
@@ -289,12 +289,12 @@ def error(code: grpc.StatusCode, message: str = "", reason: str | None = None) -
 LOST = error(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
 
-def make_routers(clock: Clock, number: int = 3) -> Routers[str]:
+def make_routers(clock: ManualClock, number: int = 3) -> Routers[str]:
     return Routers([f"r:{i}" for i in range(number)], lambda address: address, clock)
 
 
 def test_calls_begin_at_each_router_in_turn_and_avoid_one_that_failed() -> None:
-    clock = Clock(100.0)
+    clock = ManualClock()
     several = make_routers(clock)
     assert len({several.choose() for _ in range(3)}) == 3
     several.avoid(several.all[1])
@@ -304,7 +304,7 @@ def test_calls_begin_at_each_router_in_turn_and_avoid_one_that_failed() -> None:
 
 
 def test_every_router_is_tried_before_the_pauses() -> None:
-    clock = Clock(100.0)
+    clock = ManualClock()
     attempts = Attempts(make_routers(clock), 60.0)
     tried, pauses = [attempts.router.address], []
     with pytest.raises(Unavailable):
@@ -317,7 +317,7 @@ def test_every_router_is_tried_before_the_pauses() -> None:
 
 
 def test_a_routers_own_refusal_is_final_once_all_have_refused() -> None:
-    attempts = Attempts(make_routers(Clock(100.0), 2), 60.0)
+    attempts = Attempts(make_routers(ManualClock(), 2), 60.0)
     refusal = error(grpc.StatusCode.UNAVAILABLE, "draining", "DRAINING")
     assert attempts.pause_after(refusal) == 0
     with pytest.raises(Unavailable):
@@ -325,7 +325,7 @@ def test_a_routers_own_refusal_is_final_once_all_have_refused() -> None:
 
 
 def test_no_attempt_follows_other_errors_or_the_deadline() -> None:
-    clock = Clock(100.0)
+    clock = ManualClock()
     attempts = Attempts(make_routers(clock), 60.0)
     for code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL):
         with pytest.raises(QuireError):

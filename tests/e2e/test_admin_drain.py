@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,11 +10,10 @@ import pytest
 from quire.client import AsyncClient, Unavailable
 from quire.client.admin import AdminClient
 from quire.services.local.redis_process import RedisProcess
-from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import StartStack, connect, make_prompt
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 ROUNDS = 8
 WAIT_SECONDS = 30.0
 
@@ -27,10 +24,10 @@ async def until_all_drain(client: AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_drain_holds_when_it_returns(start_stack: StartStack, e2e: Any, monkeypatch: Any) -> None:
+async def test_a_drain_holds_when_it_returns(start_stack: StartStack, monkeypatch: Any) -> None:
     """The router that was asked has stopped; another one follows within its refresh."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
-    prompt = e2e.make_prompt(20)
+    prompt = make_prompt(20)
     with (
         RedisProcess() as redis,
         start_stack("llama", redis_url=redis.url, worker_wait_seconds=0.0) as stack,
@@ -40,7 +37,7 @@ async def test_a_drain_holds_when_it_returns(start_stack: StartStack, e2e: Any, 
         )
         with AdminClient(stack.admin_address) as admin:
             async with (
-                e2e.connected(stack) as (client, _),
+                connect(stack) as (client, _),
                 router(config) as other,
                 AsyncClient(other.address) as other_client,
             ):

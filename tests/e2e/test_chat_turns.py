@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.client import Message
 from quire.kvindex import guarded_index
 from quire.models.notes import HELD_OUT_SEEDS, answer, question, sample_notes, text
 from quire.protos import worker_pb2
@@ -26,6 +27,7 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution import worker_choice
+from tests.testing.stacks import connect, wait_until_idle
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
 MAX_TOKENS = 16
@@ -82,11 +84,11 @@ async def stack(
                 yield replace(running, addresses={"own": own.addresses})
 
 
-async def test_every_turn_reuses_all_that_any_worker_holds(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers):
+async def test_every_turn_reuses_all_that_any_worker_holds(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers):
         for chat in range(NUM_CHATS):
             notes = sample_notes(Random(3 * HELD_OUT_SEEDS + chat), NUM_FACTS)
-            messages: list[dict[str, str]] = []
+            messages: list[Message] = []
             held: list[int] = []
             for turn in range(NUM_TURNS):
                 asked = notes[turn]
@@ -110,7 +112,7 @@ async def test_every_turn_reuses_all_that_any_worker_holds(stack: RunningStack, 
                 held = [*prompt, *completion.token_ids][:-1]
                 messages.append({"role": "assistant", "content": completion.text})
                 await published(stack, workers)
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def published(stack: RunningStack, workers: dict[str, Any]) -> None:

@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quire.client import Message
 from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
 from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import connect, wait_until_idle
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
 NUM_CHATS, NUM_TURNS = 8, 8
 BLOCK_SIZE = 16
-
-Messages = list[dict[str, str]]
 
 
 class Reference:
@@ -32,7 +32,7 @@ class Reference:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
-    def answer(self, messages: Messages) -> list[int]:
+    def answer(self, messages: Any) -> list[int]:
         """Return the greedy tokens of an answer, its end included."""
         inputs = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -58,20 +58,21 @@ def reference() -> Reference:
 
 
 async def test_the_stack_answers_exactly_like_transformers(
-    demo_stack: RunningStack, reference: Reference, e2e: Any
+    demo_stack: RunningStack, reference: Reference
 ) -> None:
     examples = held_out(NUM_EXAMPLES, NUM_FACTS)
-    async with e2e.connected(demo_stack) as (client, workers):
+    async with connect(demo_stack) as (client, workers):
         limit = asyncio.Semaphore(16)
 
         async def ask(example: Example) -> str:
             async with limit:
-                answer = await client.chat(list(example.messages), temperature=0.0, max_tokens=MAX_TOKENS)
+                messages: Any = list(example.messages)
+                answer = await client.chat(messages, temperature=0.0, max_tokens=MAX_TOKENS)
                 assert answer.usage.blocks_shipped > 0
                 return str(answer.text)
 
         answers = await asyncio.gather(*map(ask, examples))
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
     expected = [reference.text(reference.answer(example.messages)) for example in examples]
     num_right = sum(a == e.expected for a, e in zip(answers, examples, strict=True))
     assert num_right == sum(a == e.expected for a, e in zip(expected, examples, strict=True))
@@ -79,13 +80,13 @@ async def test_the_stack_answers_exactly_like_transformers(
 
 
 async def test_chats_of_eight_turns_equal_transformers_token_for_token(
-    demo_stack: RunningStack, reference: Reference, e2e: Any
+    demo_stack: RunningStack, reference: Reference
 ) -> None:
-    async with e2e.connected(demo_stack) as (client, workers):
+    async with connect(demo_stack) as (client, workers):
         for index in range(NUM_CHATS):
             rng = Random(2 * HELD_OUT_SEEDS + index)
             notes = sample_notes(rng, NUM_FACTS)
-            messages: Messages = []
+            messages: list[Message] = []
             num_tokens = 0
             for turn in range(NUM_TURNS):
                 notes_first = f"{text(notes)} " if turn == 0 else ""
@@ -98,4 +99,4 @@ async def test_chats_of_eight_turns_equal_transformers_token_for_token(
                 num_tokens += len(expected)
                 messages.append({"role": "assistant", "content": answer.text})
             assert num_tokens >= 64
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)

@@ -6,15 +6,14 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
-from quire.services.local.stack import RunningStack
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WAIT_SECONDS = 60.0
 LONG = 400
@@ -49,17 +48,17 @@ async def finish(stream: Any) -> tuple[list[int], int]:
 
 
 async def test_no_client_notices_that_a_worker_is_stopped(
-    start_stack: StartStack, tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
+    start_stack: StartStack, tiny_model: Callable[[str], Path], expected: Any, monkeypatch: Any
 ) -> None:
     """Load goes to two decode workers, both have a long answer under way, and one gets SIGTERM."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
-    prompts = [e2e.make_prompt(60, seed) for seed in range(2)]
+    prompts = [make_prompt(60, seed) for seed in range(2)]
     with (
         RedisProcess() as redis,
         start_stack("llama", redis_url=redis.url) as stack,
         decode_worker(tiny_model("llama"), redis.worker_url) as worker,
     ):
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             await until_decode_workers(client, 2)
             long = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
             firsts = [list((await anext(stream)).token_ids) for stream in long]
@@ -76,13 +75,13 @@ async def test_no_client_notices_that_a_worker_is_stopped(
                 assert ([*first, *tokens][:64], num_retries) == (expected("llama", prompt), 0)
                 assert len(first) + len(tokens) == LONG
             await until_decode_workers(client, 1)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
-async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: Any, e2e: Any) -> None:
+async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: Any) -> None:
     with start_stack("llama") as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(60)
+        async with connect(stack) as (client, workers):
+            prompt = make_prompt(60)
             stream = client.stream(prompt, max_tokens=64, **GREEDY)
             first = list((await anext(stream)).token_ids)
             stack.routers["router"].process.terminate()
@@ -90,4 +89,4 @@ async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: 
             assert ([*first, *tokens], num_retries) == (expected("llama", prompt), 0)
             await asyncio.to_thread(stack.routers["router"].process.join, WAIT_SECONDS)
             assert stack.routers["router"].process.exitcode == 0
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from random import Random
 from typing import Any
 
@@ -17,19 +15,19 @@ from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.protos import worker_pb2
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 30.0
 
 NUM_DISCONNECTS = 200
 
 
-async def test_two_hundred_disconnects_leave_nothing_behind(stack: RunningStack, e2e: Any) -> None:
+async def test_two_hundred_disconnects_leave_nothing_behind(stack: RunningStack) -> None:
     random = Random(5)
 
     async def leave_early(client: AsyncClient, index: int) -> None:
-        prompt = e2e.make_prompt(random.randint(1, 200), seed=index % 7)
+        prompt = make_prompt(random.randint(1, 200), seed=index % 7)
         stream = client.stream(prompt, **GREEDY)
         try:
             async with asyncio.timeout(random.uniform(0.0, 0.3)):
@@ -41,7 +39,7 @@ async def test_two_hundred_disconnects_leave_nothing_behind(stack: RunningStack,
         finally:
             await stream.aclose()
 
-    async with e2e.connected(stack) as (client, workers):
+    async with connect(stack) as (client, workers):
         limit = asyncio.Semaphore(16)
 
         async def one(index: int) -> None:
@@ -49,8 +47,8 @@ async def test_two_hundred_disconnects_leave_nothing_behind(stack: RunningStack,
                 await leave_early(client, index)
 
         await asyncio.gather(*(one(index) for index in range(NUM_DISCONNECTS)))
-        await e2e.quiet(workers)
-        assert len((await client.generate(e2e.make_prompt(40), **GREEDY)).token_ids) == 64
+        await wait_until_idle(workers)
+        assert len((await client.generate(make_prompt(40), **GREEDY)).token_ids) == 64
 
 
 BAD_REQUESTS: list[tuple[str, Any, dict[str, Any]]] = [
@@ -70,16 +68,16 @@ BAD_REQUESTS: list[tuple[str, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("field", "prompt", "options"), BAD_REQUESTS)
 async def test_bad_requests_name_the_field(
-    field: str, prompt: Any, options: dict[str, Any], stack: RunningStack, e2e: Any
+    field: str, prompt: Any, options: dict[str, Any], stack: RunningStack
 ) -> None:
-    async with e2e.connected(stack) as (client, workers):
+    async with connect(stack) as (client, workers):
         with pytest.raises(InvalidRequest, match=field):
             await client.generate(prompt, **options)
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_unknown_names_and_garbage(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers):
+async def test_unknown_names_and_garbage(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers):
         with pytest.raises(NotFound, match="no-such-model"):
             await client.generate([5], model="no-such-model")
         with pytest.raises(QuireError):
@@ -96,23 +94,23 @@ async def test_unknown_names_and_garbage(stack: RunningStack, e2e: Any) -> None:
         writer.write(b"\x00\xffGET / HTTP/9\r\n\r\n" * 50)
         writer.close()
         assert len((await client.generate([5, 6, 7], **GREEDY)).token_ids) == 64
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def test_a_killed_prefill_worker_is_replaced_by_the_decode_worker(
-    start_stack: StartStack, expected: Any, e2e: Any
+    start_stack: StartStack, expected: Any
 ) -> None:
     with start_stack("llama") as stack:
-        async with e2e.connected(stack) as (client, _):
+        async with connect(stack) as (client, _):
             stack.workers["prefill-0"].process.kill()
-            prompt = e2e.make_prompt(60)
+            prompt = make_prompt(60)
             assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
 
 
-async def test_a_stream_survives_its_decode_worker(start_stack: StartStack, expected: Any, e2e: Any) -> None:
+async def test_a_stream_survives_its_decode_worker(start_stack: StartStack, expected: Any) -> None:
     with start_stack("llama", num_decode=2) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(60)
+        async with connect(stack) as (client, workers):
+            prompt = make_prompt(60)
             tokens: list[int] = []
             has_killed = False
             async for delta in client.stream(prompt, **GREEDY):
@@ -129,12 +127,12 @@ async def _kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> Non
             stack.workers[name].process.kill()
 
 
-async def test_redis_may_go_and_come_back(start_stack: StartStack, expected: Any, e2e: Any) -> None:
+async def test_redis_may_go_and_come_back(start_stack: StartStack, expected: Any) -> None:
     redis = RedisProcess(password="known")
     try:
         with start_stack("llama", redis_url=redis.url) as stack:
-            async with e2e.connected(stack) as (client, workers):
-                prompt = e2e.make_prompt(64)
+            async with connect(stack) as (client, workers):
+                prompt = make_prompt(64)
                 tokens = expected("llama", prompt)
                 assert list((await client.generate(prompt, **GREEDY)).token_ids) == tokens
                 redis.stop()
@@ -142,7 +140,7 @@ async def test_redis_may_go_and_come_back(start_stack: StartStack, expected: Any
                 redis = RedisProcess(port=redis.port, password="known")
                 await _wait_for_blocks(redis.url)
                 assert list((await client.generate(prompt, **GREEDY)).token_ids) == tokens
-                await e2e.quiet(workers)
+                await wait_until_idle(workers)
     finally:
         redis.stop()
 

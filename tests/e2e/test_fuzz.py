@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from quire.protos import admin_pb2, inference_pb2, kvtransfer_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 CALL_SECONDS = 1.0
 PATIENCE_SECONDS = 20.0
@@ -338,17 +339,15 @@ def test_random_bytes_meet_no_defect(stack: RunningStack, process: str, method: 
     call()
 
 
-async def test_afterwards_nothing_is_held_and_answers_are_right(
-    stack: RunningStack, expected: Any, e2e: Any
-) -> None:
-    async with e2e.connected(stack) as (client, workers):
-        await e2e.quiet(workers)
+async def test_afterwards_nothing_is_held_and_answers_are_right(stack: RunningStack, expected: Any) -> None:
+    async with connect(stack) as (client, workers):
+        await wait_until_idle(workers)
         for worker in workers.values():
             await worker.SetDraining(worker_pb2.SetDrainingRequest(is_draining=False))
             await worker.ClearCache(worker_pb2.ClearCacheRequest())
             load = await worker.GetLoad(worker_pb2.GetLoadRequest())
             total = (await worker.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).num_blocks
             assert (load.free_blocks, load.num_running, load.num_waiting) == (total, 0, 0)
-        prompt = e2e.make_prompt(100, seed=9)
+        prompt = make_prompt(100, seed=9)
         answer = await client.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
         assert answer.token_ids == tuple(expected("llama", prompt)[:8])

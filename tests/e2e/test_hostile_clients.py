@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
@@ -26,6 +25,7 @@ from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 NUM_IDLE = 1000
 WAIT_SECONDS = 30.0
@@ -33,7 +33,7 @@ START_SECONDS = 120.0
 OPTIONS = ("port=0", "http-port=0", "dtype=float32", "num-blocks=256", "log-level=debug")
 
 
-async def test_a_thousand_idle_connections_keep_no_client_away(stack: RunningStack, e2e: Any) -> None:
+async def test_a_thousand_idle_connections_keep_no_client_away(stack: RunningStack) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert hard >= NUM_IDLE + 500, "the system permits too few open files for this test"
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -45,28 +45,28 @@ async def test_a_thousand_idle_connections_keep_no_client_away(stack: RunningSta
                     _, writer = await asyncio.open_connection(host, int(port))
                     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
                     idle.callback(writer.close)
-            async with e2e.connected(stack) as (client, workers):
-                answer = await client.generate(e2e.make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
+            async with connect(stack) as (client, workers):
+                answer = await client.generate(make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
                 assert len(answer.token_ids) == 4
-                await e2e.quiet(workers)
+                await wait_until_idle(workers)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_hundred_calls_without_a_request_keep_no_client_away(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers), AsyncExitStack() as open_calls:
+async def test_a_hundred_calls_without_a_request_keep_no_client_away(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers), AsyncExitStack() as open_calls:
         channel = await open_calls.enter_async_context(grpc.aio.insecure_channel(stack.address))
         for _ in range(100):
             call = channel.stream_stream("/quire.v1.GenerationService/GenerateStream", None, None)(None)
             open_calls.callback(call.cancel)
-        answer = await client.generate(e2e.make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
+        answer = await client.generate(make_prompt(40), max_tokens=4, ignore_eos=True, timeout=60)
         assert len(answer.token_ids) == 4
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_large_prompts_are_refused_before_they_reach_a_worker(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers):
-        before = await e2e.quiet(workers)
+async def test_large_prompts_are_refused_before_they_reach_a_worker(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers):
+        before = await wait_until_idle(workers)
         with pytest.raises(InvalidRequest) as caught:
             await client.generate("x" * (9 << 20))
         assert (caught.value.field, caught.value.limit) == ("text", str(8 << 20))
@@ -78,12 +78,12 @@ async def test_large_prompts_are_refused_before_they_reach_a_worker(stack: Runni
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await GenerationServiceStub(channel).Generate(request)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await e2e.quiet(workers) == before
+        assert await wait_until_idle(workers) == before
 
 
 @pytest.mark.parametrize("request_id", ["a\nlevel=error", "a b", "\x1b[2J", "ä", "x" * 129])
-async def test_a_request_id_cannot_forge_a_line(stack: RunningStack, e2e: Any, request_id: str) -> None:
-    async with e2e.connected(stack) as (client, _):
+async def test_a_request_id_cannot_forge_a_line(stack: RunningStack, request_id: str) -> None:
+    async with connect(stack) as (client, _):
         with pytest.raises(InvalidRequest) as caught:
             await client.generate([2, 3], request_id=request_id)
         assert caught.value.field == "request_id"

@@ -18,6 +18,7 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
+from tests.testing.stacks import connect, wait_until_idle
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3500)) + 'r3500: "a"\n'
 # Below the limit of rules, and more than the stack of a trial holds.
@@ -46,20 +47,21 @@ def memory(process: BaseProcess) -> int:
     return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
 
 
-async def test_hostile_formats_end_no_worker(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers):
+async def test_hostile_formats_end_no_worker(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers):
         before = {
             name: (await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch
             for name, stub in workers.items()
         }
         used = {name: memory(worker.process) for name, worker in stack.workers.items()}
-        for formats in (
+        every_kind: list[dict[str, Any]] = [
             {"grammar": CHAIN},
             {"grammar": SHORT_CHAIN},
             {"regex": GREEDY_REGEX},
             {"json_schema": '{"items":' * 6000 + "{}" + "}" * 6000},
             {"json_schema": '{"type":"integer","multipleOf":99999989}'},
-        ):
+        ]
+        for formats in every_kind:
             (kind,) = formats
             with pytest.raises(InvalidRequest) as caught:
                 await client.generate("Say a.", max_tokens=4, **formats)
@@ -72,7 +74,7 @@ async def test_hostile_formats_end_no_worker(stack: RunningStack, e2e: Any) -> N
             info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
             assert info.epoch == before[name]
             assert memory(stack.workers[name].process) < used[name] + 120
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("depth", [200, 3_000])
@@ -97,9 +99,9 @@ async def test_a_schema_that_nests_deeply_is_a_clients_mistake(stack: RunningSta
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_an_answer_that_breaks_off_is_an_error(stack: RunningStack, e2e: Any, n: int) -> None:
-    wanted = {"temperature": 0.0, "logit_bias": {1: -100.0}, "max_tokens": 100, "n": n}
-    async with e2e.connected(stack) as (client, workers):
+async def test_an_answer_that_breaks_off_is_an_error(stack: RunningStack, n: int) -> None:
+    wanted: dict[str, Any] = {"temperature": 0.0, "logit_bias": {1: -100.0}, "max_tokens": 100, "n": n}
+    async with connect(stack) as (client, workers):
         epochs = {
             name: (await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch
             for name, stub in workers.items()
@@ -118,7 +120,7 @@ async def test_an_answer_that_breaks_off_is_an_error(stack: RunningStack, e2e: A
         for name, stub in workers.items():
             info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
             assert info.epoch == epochs[name]
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def _complete(stack: RunningStack, *, stream: bool, n: int) -> str:

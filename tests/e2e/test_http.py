@@ -23,6 +23,7 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
+from tests.testing.stacks import connect, wait_until_idle
 
 # The demo's own form, and in addition tools, which its own template does not know.
 TEMPLATE = """{{- bos_token -}}
@@ -59,8 +60,8 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-async def test_http_says_what_grpc_says(stack: RunningStack, client: openai.OpenAI, e2e: Any) -> None:
-    async with e2e.connected(stack) as (grpc_client, workers):
+async def test_http_says_what_grpc_says(stack: RunningStack, client: openai.OpenAI) -> None:
+    async with connect(stack) as (grpc_client, workers):
         for example in held_out(8, NUM_FACTS):
             messages: Any = example.messages
             options: Any = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 24}
@@ -71,7 +72,7 @@ async def test_http_says_what_grpc_says(stack: RunningStack, client: openai.Open
             assert "".join(c.choices[0].delta.content or "" for c in chunks) == answer.text
             assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
             assert answer.usage.cached_prompt_tokens > 0
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
@@ -154,9 +155,7 @@ def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
     assert choice.choices[0].message.content in ("yes", 'a "no"')
 
 
-async def test_a_form_that_no_answer_has_is_refused(
-    stack: RunningStack, client: openai.OpenAI, e2e: Any
-) -> None:
+async def test_a_form_that_no_answer_has_is_refused(stack: RunningStack, client: openai.OpenAI) -> None:
     schema: JSONSchema = {"name": "endless", "schema": {"$ref": "#"}}
     with pytest.raises(openai.BadRequestError, match="no answer has this form") as caught:
         client.chat.completions.create(
@@ -165,7 +164,7 @@ async def test_a_form_that_no_answer_has_is_refused(
             response_format={"type": "json_schema", "json_schema": schema},
         )
     assert caught.value.param == "response_format"
-    async with e2e.connected(stack) as (grpc_client, _):
+    async with connect(stack) as (grpc_client, _):
         with pytest.raises(InvalidRequest, match="no answer has this form") as refused:
             await grpc_client.generate([2, 3], grammar="start: start")
         assert refused.value.field == "format.grammar"
@@ -207,11 +206,11 @@ def test_a_demanded_call_follows_its_parameters(client: openai.OpenAI, choice: A
     assert call.id
 
 
-async def test_who_leaves_frees_all_blocks(stack: RunningStack, e2e: Any) -> None:
+async def test_who_leaves_frees_all_blocks(stack: RunningStack) -> None:
     url = f"http://{stack.http_address}/v1"
     options: Any = {"model": "demo", "prompt": [[5] * 40, [6] * 40], "max_tokens": 4000, "n": 2}
     async with (
-        e2e.connected(stack) as (_, workers),
+        connect(stack) as (_, workers),
         openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
     ):
         stream = await client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
@@ -222,4 +221,4 @@ async def test_who_leaves_frees_all_blocks(stack: RunningStack, e2e: Any) -> Non
             while not any([(await w.GetLoad(pb.GetLoadRequest())).used_blocks for w in workers.values()]):
                 await asyncio.sleep(0.01)
         asking.cancel()
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)

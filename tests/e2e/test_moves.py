@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -16,11 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient
 from quire.client.admin import AdminClient
-from quire.models.random_model import make_random_model
 from quire.services.local.stack import RunningStack
 from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_MISSING_BLOCKS
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 120.0
 ENDLESS = 16_000
 """Tokens of answers that outlast every step of a test; each test ends them itself."""
@@ -34,23 +32,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a tiny Llama with a long context."""
-    return make_random_model("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=32_768)
-
-
 @pytest.fixture
-def start_long(start_stack: StartStack, long_model: Path) -> Callable[..., Any]:
-    """Return a function that starts a stack of it."""
-
-    @contextmanager
-    def start(**settings: Any) -> Iterator[RunningStack]:
-        options = {"num_blocks": 8192, "model": str(long_model), **settings}
-        with start_stack("llama", **options) as running:
-            yield running
-
-    return start
+def start_long(start_stack: StartStack, tiny_model: Callable[..., Path]) -> Callable[..., Any]:
+    """Return a function that starts a stack of a tiny Llama with a long context."""
+    model = tiny_model("llama", max_position_embeddings=32_768)
+    return lambda **settings: start_stack("llama", **{"num_blocks": 8192, "model": str(model), **settings})
 
 
 class Answer:
@@ -107,15 +93,15 @@ def num_computed(stack: RunningStack, name: str) -> tuple[float, float]:
     return counted(stack, name, "quire_step_tokens_sum"), steps
 
 
-async def test_answers_of_all_kinds_move(start_long: Callable[..., Any], e2e: Any) -> None:
+async def test_answers_of_all_kinds_move(start_long: Callable[..., Any]) -> None:
     """Each worker has nothing left to do while all its answers go on, and the first one takes them back."""
-    prompts = [e2e.make_prompt(40, seed) for seed in range(len(KINDS))]
+    prompts = [make_prompt(40, seed) for seed in range(len(KINDS))]
     with start_long(num_decode=2) as stack, AdminClient(stack.admin_address) as admin:
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             answers = [Answer(client, *each) for each in zip(prompts, KINDS.values(), strict=True)]
             await asyncio.gather(*(answer.grow_to(40) for answer in answers))
             await asyncio.to_thread(admin.drain, "decode-0")
-            await e2e.quiet({"decode-0": workers["decode-0"]})
+            await wait_until_idle({"decode-0": workers["decode-0"]})
             await asyncio.gather(*(answer.grow_to(answer.num_tokens + 40) for answer in answers))
             await asyncio.to_thread(admin.drain, "decode-0", undo=True)
             process = stack.workers["decode-1"].process
@@ -126,13 +112,13 @@ async def test_answers_of_all_kinds_move(start_long: Callable[..., Any], e2e: An
             await asyncio.gather(*(answer.stop() for answer in answers))
             await asyncio.gather(*(answer.check() for answer in answers))
             del workers["decode-1"]
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
-async def test_a_move_or_a_copy_saves_what_was_computed(start_long: Callable[..., Any], e2e: Any) -> None:
+async def test_a_move_or_a_copy_saves_what_was_computed(start_long: Callable[..., Any]) -> None:
     with start_long(num_prefill=0, num_decode=3, copy_answers=True) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            answer = Answer(client, e2e.make_prompt(40), {"temperature": 1.0, "seed": 5})
+        async with connect(stack) as (client, workers):
+            answer = Answer(client, make_prompt(40), {"temperature": 1.0, "seed": 5})
             await answer.grow_to(400)
             for how in (signal.SIGTERM, signal.SIGKILL):
                 before = {name: num_computed(stack, name) for name in workers}
@@ -158,4 +144,4 @@ async def test_a_move_or_a_copy_saves_what_was_computed(start_long: Callable[...
                 )
             await answer.stop()
             await answer.check()
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)

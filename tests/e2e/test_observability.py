@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any
 from urllib.request import urlopen
 
@@ -26,9 +25,8 @@ from quire.observability.registries import (
 )
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from quire.services.local.stack import RunningStack
+from tests.testing.stacks import StartStack, make_prompt
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 LOAD_SECONDS = 20.0
 
@@ -62,7 +60,7 @@ def collector() -> Iterator[Collector]:
 
 
 def test_one_request_is_one_trace_and_every_metric_is_documented(
-    start_stack: StartStack, collector: Collector, e2e: Any
+    start_stack: StartStack, collector: Collector
 ) -> None:
     base = free_ports(3)
     everything: dict[str, Any] = {
@@ -73,7 +71,7 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
     with start_stack("llama", metrics_port=base, **everything) as stack:
         with grpc.insecure_channel(stack.address) as channel:
             generation = pb.Generation(
-                token_ids=pb.TokenIds(ids=e2e.make_prompt(100)),
+                token_ids=pb.TokenIds(ids=make_prompt(100)),
                 # Long enough for the prefill worker to hear that its push was acknowledged.
                 stopping=pb.StoppingParams(max_tokens=200, ignore_eos=True),
             )

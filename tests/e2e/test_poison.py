@@ -18,6 +18,7 @@ from quire.client import AsyncClient, ServerError
 from quire.rpc.errors import SUSPECTED
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import make_prompt
 
 NUM_WORKERS, NUM_INNOCENT, NUM_TOKENS = 3, 12, 48
 SECONDS = 120.0
@@ -63,12 +64,12 @@ def workers(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.
 
 
 async def test_a_request_that_kills_is_refused_and_the_others_go_on(
-    workers: dict[str, subprocess.Popen[str]], e2e: Any, monkeypatch: pytest.MonkeyPatch
+    workers: dict[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine suspects may take long to clear themselves.
     monkeypatch.setattr("quire.services.router.execution.suspects.PATIENCE_SECONDS", SECONDS)
     config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(workers), poll_seconds=0.1)
-    prompts = [e2e.make_prompt(24, seed) for seed in range(NUM_INNOCENT)]
+    prompts = [make_prompt(24, seed) for seed in range(NUM_INNOCENT)]
     async with asyncio.timeout(SECONDS), router(config) as running:
         while len(running.workers.live("decode")) < NUM_WORKERS:
             await running.workers.refresh()
@@ -87,7 +88,7 @@ async def test_a_request_that_kills_is_refused_and_the_others_go_on(
             streams = [asyncio.create_task(stream(*each)) for each in zip(prompts, have_begun, strict=True)]
             await asyncio.gather(*(each.wait() for each in have_begun))
             with pytest.raises(ServerError) as refused:
-                await client.generate(e2e.make_prompt(24, 99), request_id="poison", **OPTIONS)
+                await client.generate(make_prompt(24, 99), request_id="poison", **OPTIONS)
             assert refused.value.reason == SUSPECTED
             assert await asyncio.gather(*streams) == expected
             while len(running.workers.live("decode")) > 1:
@@ -101,12 +102,12 @@ async def test_a_request_that_kills_is_refused_and_the_others_go_on(
 
 
 async def test_workers_that_are_killed_together_accuse_nobody(
-    workers: dict[str, subprocess.Popen[str]], e2e: Any
+    workers: dict[str, subprocess.Popen[str]],
 ) -> None:
     *victims, survivor = workers
     options = {**OPTIONS, "max_tokens": 200}
     config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(workers), poll_seconds=0.1)
-    prompt = e2e.make_prompt(24, 1)
+    prompt = make_prompt(24, 1)
     async with asyncio.timeout(SECONDS), router(config) as running:
         while len(running.workers.live("decode")) < NUM_WORKERS:
             await running.workers.refresh()

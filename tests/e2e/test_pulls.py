@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
@@ -22,9 +22,9 @@ from quire.protos.kvtransfer_pb2_grpc import (
 from quire.rpc.cluster_proof import RequireProof
 from quire.rpc.server import Service, grpc_server
 from quire.services.local.stack import RunningStack
-from tests.decodes import decoding
+from tests.testing.decodes import decoding
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 WAIT_SECONDS = 20.0
 LENGTH = 400
 NUM_FULL = (LENGTH - 1) // 16
@@ -69,11 +69,9 @@ def first_token(response: worker_pb2.PrefillResponse) -> int:
     return response.tokens[0].token_id
 
 
-async def test_a_prompt_moves_to_another_prefill_worker(
-    cluster: RunningStack, expected: Any, e2e: Any
-) -> None:
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=1)
+async def test_a_prompt_moves_to_another_prefill_worker(cluster: RunningStack, expected: Any) -> None:
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=1)
         await prefill(workers["prefill-0"], prompt)
         source = await holding(cluster, workers, "prefill-0")
         response = await prefill(workers["prefill-1"], prompt, pull_from=source)
@@ -82,14 +80,14 @@ async def test_a_prompt_moves_to_another_prefill_worker(
         assert response.num_cached_tokens == NUM_FULL * 16
         again = await prefill(workers["prefill-1"], prompt, pull_from=source)
         assert again.pulled.num_blocks == 0
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
-    cluster: RunningStack, expected: Any, e2e: Any
+    cluster: RunningStack, expected: Any
 ) -> None:
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=2)
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=2)
         await prefill(workers["prefill-0"], prompt)
         request = worker_pb2.DecodeRequest(
             sequence=sequence_of(prompt), pull_from=await holding(cluster, workers, "prefill-0")
@@ -99,31 +97,27 @@ async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
         accepted = decode.accepted.accepted
         assert accepted.pulled.num_blocks == NUM_FULL
         assert accepted.num_cached_tokens == NUM_FULL * 16
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_what_was_evicted_since_the_look_up_is_computed(
-    cluster: RunningStack, expected: Any, e2e: Any
-) -> None:
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=3)
+async def test_what_was_evicted_since_the_look_up_is_computed(cluster: RunningStack, expected: Any) -> None:
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=3)
         await prefill(workers["prefill-0"], prompt[:161])
         source = await holding(cluster, workers, "prefill-0")
         response = await prefill(workers["prefill-1"], prompt, pull_from=source)
         assert first_token(response) == expected("llama", prompt)[0]
         assert response.pulled.num_blocks == 10
-        nothing = e2e.make_prompt(LENGTH, seed=4)
+        nothing = make_prompt(LENGTH, seed=4)
         response = await prefill(workers["prefill-1"], nothing, pull_from=source)
         assert first_token(response) == expected("llama", nothing)[0]
         assert response.pulled.num_blocks == 0
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_a_restarted_or_absent_peer_is_done_without(
-    cluster: RunningStack, expected: Any, e2e: Any
-) -> None:
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=5)
+async def test_a_restarted_or_absent_peer_is_done_without(cluster: RunningStack, expected: Any) -> None:
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=5)
         await prefill(workers["prefill-0"], prompt)
         stale = await holding(cluster, workers, "prefill-0", epoch="of before")
         response = await prefill(workers["prefill-1"], prompt[:200], pull_from=stale)
@@ -133,7 +127,7 @@ async def test_a_restarted_or_absent_peer_is_done_without(
         response = await prefill(workers["prefill-1"], prompt, pull_from=absent)
         assert first_token(response) == expected("llama", prompt)[0]
         assert response.pulled.failure == "unavailable"
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 class Relay(KvPullServiceServicer):
@@ -207,10 +201,10 @@ async def hang(frame: pb.BlockFrame, context: Any) -> None:
     ],
 )
 async def test_a_pull_that_fails_midway_keeps_what_was_right(
-    fault: Any, failures: list[str], seed: int, cluster: RunningStack, expected: Any, e2e: Any
+    fault: Any, failures: list[str], seed: int, cluster: RunningStack, expected: Any
 ) -> None:
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=seed)
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=seed)
         await prefill(workers["prefill-0"], prompt)
         async with relayed(cluster, "prefill-0", fault) as address:
             source = await holding(cluster, workers, "prefill-0", address=address, timeout_ms=1000)
@@ -219,19 +213,19 @@ async def test_a_pull_that_fails_midway_keeps_what_was_right(
             assert response.pulled.failure in failures
             assert response.pulled.num_blocks == 3
             assert response.num_cached_tokens == 3 * 16
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 async def test_nothing_is_taken_from_a_stranger_who_passes_pulls_on(
-    cluster: RunningStack, expected: Any, e2e: Any
+    cluster: RunningStack, expected: Any
 ) -> None:
     asked: list[int] = []
 
     async def ask(frame: pb.BlockFrame, context: Any) -> None:
         asked.append(frame.index)
 
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=15)
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=15)
         await prefill(workers["prefill-0"], prompt)
         async with relayed(cluster, "prefill-0", ask, knows_secret=False) as address:
             source = await holding(cluster, workers, "prefill-0", address=address)
@@ -239,18 +233,18 @@ async def test_nothing_is_taken_from_a_stranger_who_passes_pulls_on(
         assert first_token(response) == expected("llama", prompt)[0]
         assert (response.pulled.num_blocks, response.pulled.failure) == (0, "unauthenticated")
         assert asked == []
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack, e2e: Any) -> None:
+async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack) -> None:
     is_pulling = asyncio.Event()
 
     async def wait(frame: pb.BlockFrame, context: Any) -> None:
         is_pulling.set()
         await asyncio.Event().wait()
 
-    async with e2e.connected(cluster) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=20)
+    async with connect(cluster) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=20)
         await prefill(workers["prefill-0"], prompt)
         async with relayed(cluster, "prefill-0", wait) as address:
             source = await holding(cluster, workers, "prefill-0", address=address)
@@ -262,22 +256,22 @@ async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack, e2e: 
             abort = worker_pb2.AbortRequest(sequence_ids=[request.sequence.sequence_id])
             await workers["prefill-1"].Abort(abort)
             call.cancel()
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 async def test_the_router_lets_a_prefill_worker_pull_what_a_decode_worker_holds(
-    cluster: RunningStack, expected: Any, e2e: Any
+    cluster: RunningStack, expected: Any
 ) -> None:
-    async with e2e.connected(cluster) as (client, workers):
+    async with connect(cluster) as (client, workers):
         # How soon the index hears of blocks is not known here: one of several prompts is pulled at least.
         for seed in range(40, 60):
-            prompt = e2e.make_prompt(LENGTH + 40, seed=seed)
+            prompt = make_prompt(LENGTH + 40, seed=seed)
             warm = worker_pb2.DecodeRequest(sequence=sequence_of(prompt[:LENGTH]))
             async with decoding(workers["decode-0"], warm) as decode:
                 await decode.outputs()
             answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=64)
             assert list(answer.token_ids) == expected("llama", prompt)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
             if answer.usage.blocks_pulled:
                 break
         assert answer.usage.blocks_pulled == LENGTH // 16
@@ -285,10 +279,10 @@ async def test_the_router_lets_a_prefill_worker_pull_what_a_decode_worker_holds(
         assert answer.usage.cached_prompt_tokens == LENGTH // 16 * 16
 
 
-async def test_the_owners_death_during_pulls(cluster: RunningStack, expected: Any, e2e: Any) -> None:
+async def test_the_owners_death_during_pulls(cluster: RunningStack, expected: Any) -> None:
     """The last test of the module: it leaves the stack without ``prefill-0``."""
-    async with e2e.connected(cluster) as (_, workers):
-        prompts = [e2e.make_prompt(LENGTH, seed=30 + index) for index in range(4)]
+    async with connect(cluster) as (_, workers):
+        prompts = [make_prompt(LENGTH, seed=30 + index) for index in range(4)]
         for prompt in prompts:
             await prefill(workers["prefill-0"], prompt)
         owner = cluster.workers["prefill-0"].process
@@ -307,4 +301,4 @@ async def test_the_owners_death_during_pulls(cluster: RunningStack, expected: An
             assert first_token(response) == expected("llama", prompt)[0]
             assert response.pulled.num_blocks < NUM_FULL
         del workers["prefill-0"]
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
 
 from quire.client import AsyncClient, Unsupported
 from quire.client.admin import AdminClient, WorkerStatus
+from tests.testing.stacks import make_prompt
 
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 NUM_ANSWERS, NUM_TOKENS = 8, 400
@@ -156,10 +157,8 @@ def names(workers: list[WorkerStatus]) -> list[str]:
     return [each.worker_id for each in workers]
 
 
-async def test_scaling_and_the_end_of_a_node_change_no_token(
-    stack: Stack, cluster: RayCluster, e2e: Any
-) -> None:
-    prompts = [e2e.make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
+async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, cluster: RayCluster) -> None:
+    prompts = [make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
     async with AsyncClient(stack.address, timeout=WAIT_SECONDS) as client:
         with AdminClient(stack.admin_address, timeout=WAIT_SECONDS) as admin:
             expected = await asyncio.gather(*await answers(client, prompts))

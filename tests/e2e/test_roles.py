@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import pytest
@@ -12,11 +10,10 @@ import pytest
 from quire.client import AsyncClient, Unsupported
 from quire.client.admin import AdminClient
 from quire.services.local.redis_process import RedisProcess
-from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WAIT_SECONDS = 30.0
 LONG = 300
@@ -38,11 +35,11 @@ async def rest_of(stream: Any) -> tuple[list[int], int]:
 
 
 async def test_a_worker_changes_its_role_while_it_serves(
-    start_stack: StartStack, expected: Any, e2e: Any, monkeypatch: Any
+    start_stack: StartStack, expected: Any, monkeypatch: Any
 ) -> None:
     """Both decode workers have long answers under way, and each is a prefill worker for a while."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
-    prompts = [e2e.make_prompt(60, seed) for seed in range(4)]
+    prompts = [make_prompt(60, seed) for seed in range(4)]
     with (
         RedisProcess() as redis,
         start_stack("llama", num_decode=2, redis_url=redis.url, num_blocks=4096) as stack,
@@ -54,7 +51,7 @@ async def test_a_worker_changes_its_role_while_it_serves(
             roles = {worker.worker_id: worker.role for worker in await asyncio.to_thread(admin.workers)}
             assert roles[worker_id] == role
 
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             streams = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
             firsts = [list((await anext(stream)).token_ids) for stream in streams]
             rests = [asyncio.create_task(rest_of(stream)) for stream in streams]
@@ -69,21 +66,21 @@ async def test_a_worker_changes_its_role_while_it_serves(
                 tokens, num_retries = await rest
                 assert ([*first, *tokens][:64], num_retries) == (expected("llama", prompt), 0)
                 assert len(first) + len(tokens) == LONG
-            await _cache_stays(admin, client, e2e, workers, prompts[0], expected("llama", prompts[0]))
+            await _cache_stays(admin, client, workers, prompts[0], expected("llama", prompts[0]))
             await _later_routers_know(admin, client, redis)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 async def _cache_stays(
-    admin: AdminClient, client: AsyncClient, e2e: Any, workers: Any, prompt: list[int], tokens: list[int]
+    admin: AdminClient, client: AsyncClient, workers: Any, prompt: list[int], tokens: list[int]
 ) -> None:
     """A repeated prompt is cached on a worker that had another role when it got the blocks."""
     await asyncio.to_thread(admin.drain, "decode-1")
     await client.generate(prompt, max_tokens=1, **GREEDY)
     await asyncio.to_thread(admin.drain, "decode-1", undo=True)
-    before = (await e2e.quiet(workers))["decode-0"].cached_blocks
+    before = (await wait_until_idle(workers))["decode-0"].cached_blocks
     await asyncio.to_thread(admin.change_role, "decode-0", "prefill")
-    assert (await e2e.quiet(workers))["decode-0"].cached_blocks == before > 0
+    assert (await wait_until_idle(workers))["decode-0"].cached_blocks == before > 0
     # decode-0 is now the only one that computes prompts.
     await asyncio.to_thread(admin.drain, "prefill-0")
     again = await client.generate(prompt, max_tokens=64, **GREEDY)

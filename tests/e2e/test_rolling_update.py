@@ -15,6 +15,7 @@ from quire.kvindex.kv_layout import ARITHMETIC_VERSION
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import make_prompt
 
 WAIT_SECONDS = 60.0
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -63,11 +64,11 @@ def num_alike(tokens: list[int], others: list[int]) -> int:
 
 
 async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_request(
-    tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
+    tiny_model: Callable[[str], Path], expected: Any, monkeypatch: Any
 ) -> None:
     """Load goes to two workers, and two of the next version take their places."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
-    prompts = [e2e.make_prompt(60, seed) for seed in range(3)]
+    prompts = [make_prompt(60, seed) for seed in range(3)]
     with RedisProcess() as redis, ExitStack() as stack:
 
         def start(program: str) -> subprocess.Popen[bytes]:

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.server.process import free_port
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 SECRET = "shared"
 START_SECONDS = 60.0
 PROMPT_LENGTH = 40
@@ -175,9 +175,9 @@ async def killed_stream(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_answer_survives_its_router(
-    routers: list[RouterProcess], stack: RunningStack, e2e: Any, kind: str
+    routers: list[RouterProcess], stack: RunningStack, kind: str
 ) -> None:
-    prompt = e2e.make_prompt(PROMPT_LENGTH)
+    prompt = make_prompt(PROMPT_LENGTH)
     options = {"max_tokens": 400, "request_id": "same", **KINDS[kind]}
     if kind != "json":
         options["ignore_eos"] = True
@@ -191,14 +191,12 @@ async def test_an_answer_survives_its_router(
     assert summary(broken) == summary(undisturbed)
     (usage,) = [delta.usage for delta in broken if delta.usage]
     assert usage.retries >= 1
-    async with e2e.connected(stack) as (_, workers):
-        await e2e.quiet(workers)
+    async with connect(stack) as (_, workers):
+        await wait_until_idle(workers)
 
 
-async def test_an_answer_that_outlasts_a_routers_grace_period_continues(
-    routers: list[RouterProcess], e2e: Any
-) -> None:
-    prompt, process = e2e.make_prompt(PROMPT_LENGTH, seed=8), routers[0].process
+async def test_an_answer_that_outlasts_a_routers_grace_period_continues(routers: list[RouterProcess]) -> None:
+    prompt, process = make_prompt(PROMPT_LENGTH, seed=8), routers[0].process
     assert process is not None
     options: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "seed": 2, "request_id": "same"}
     async with AsyncClient(routers[1].address, timeout=60) as client:
@@ -217,8 +215,8 @@ async def test_an_answer_that_outlasts_a_routers_grace_period_continues(
     assert process.wait(START_SECONDS) == 0
 
 
-async def test_a_stop_string_is_met_on_the_other_router(routers: list[RouterProcess], e2e: Any) -> None:
-    prompt = e2e.make_prompt(PROMPT_LENGTH, seed=4)
+async def test_a_stop_string_is_met_on_the_other_router(routers: list[RouterProcess]) -> None:
+    prompt = make_prompt(PROMPT_LENGTH, seed=4)
     options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "seed": 21, "request_id": "same"}
     async with AsyncClient(routers[1].address, timeout=60) as client:
         plain = await client.generate(prompt, **options)
@@ -231,9 +229,9 @@ async def test_a_stop_string_is_met_on_the_other_router(routers: list[RouterProc
 
 
 async def test_calls_that_have_not_begun_go_to_the_other_router_and_come_back(
-    routers: list[RouterProcess], e2e: Any
+    routers: list[RouterProcess],
 ) -> None:
-    prompt = e2e.make_prompt(PROMPT_LENGTH)
+    prompt = make_prompt(PROMPT_LENGTH)
     addresses = [router.address for router in routers]
     with Client(addresses, timeout=60) as client:
         expected = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
@@ -250,8 +248,8 @@ async def test_calls_that_have_not_begun_go_to_the_other_router_and_come_back(
         assert found.token_ids == expected.token_ids
 
 
-async def test_a_sync_stream_survives_too(routers: list[RouterProcess], e2e: Any) -> None:
-    prompt = e2e.make_prompt(PROMPT_LENGTH, seed=6)
+async def test_a_sync_stream_survives_too(routers: list[RouterProcess]) -> None:
+    prompt = make_prompt(PROMPT_LENGTH, seed=6)
     options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "seed": 2, "request_id": "same"}
 
     def run() -> tuple[list[Delta], list[Delta]]:
@@ -270,11 +268,11 @@ async def test_a_sync_stream_survives_too(routers: list[RouterProcess], e2e: Any
 
 
 async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_back(
-    stack: RunningStack, redis: RedisProcess, e2e: Any, tmp_path: Path
+    stack: RunningStack, redis: RedisProcess, tmp_path: Path
 ) -> None:
     made = new_key(Tenant("single", max_requests=1))
     (tmp_path / "keys").write_text(made.line)
-    prompt = e2e.make_prompt(PROMPT_LENGTH)
+    prompt = make_prompt(PROMPT_LENGTH)
     options: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "seed": 1}
     with ExitStack() as undo:
         pair = [RouterProcess(free_port(), redis.router_url, tmp_path / "keys") for _ in range(2)]

@@ -6,7 +6,6 @@ import asyncio
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from quire.client import InvalidRequest
 from quire.protos import worker_pb2
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 TinyModel = Callable[[str], Path]
 
 BLOCK_SIZE = 16
@@ -44,9 +43,9 @@ async def prefill_counts(stack: RunningStack) -> list[float]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 100])
-async def test_samples_equal_single_requests(length: int, stack: RunningStack, e2e: Any) -> None:
-    prompt = e2e.make_prompt(length, seed=31)
-    async with e2e.connected(stack) as (client, workers):
+async def test_samples_equal_single_requests(length: int, stack: RunningStack) -> None:
+    prompt = make_prompt(length, seed=31)
+    async with connect(stack) as (client, workers):
         before = await prefill_counts(stack)
         together = await client.generate(prompt, n=8, seed=70, **SAMPLED)
         after = await prefill_counts(stack)
@@ -59,14 +58,14 @@ async def test_samples_equal_single_requests(length: int, stack: RunningStack, e
         assert [choice.text for choice in together.choices] == [each.text for each in separate]
         assert together.usage.completion_tokens == 8 * SAMPLED["max_tokens"]
         assert together.usage.blocks_shipped == num_blocks
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_samples_stream_side_by_side(stack: RunningStack, e2e: Any) -> None:
-    prompt = e2e.make_prompt(50, seed=32)
+async def test_samples_stream_side_by_side(stack: RunningStack) -> None:
+    prompt = make_prompt(50, seed=32)
     tokens: defaultdict[int, list[int]] = defaultdict(list)
     ended: list[int] = []
-    async with e2e.connected(stack) as (client, workers):
+    async with connect(stack) as (client, workers):
         whole = await client.generate(prompt, n=4, seed=2**64 - 2, **SAMPLED)
         async for delta in client.stream(prompt, n=4, seed=2**64 - 2, **SAMPLED):
             tokens[delta.index] += delta.token_ids
@@ -77,12 +76,12 @@ async def test_samples_stream_side_by_side(stack: RunningStack, e2e: Any) -> Non
             c.token_ids for c in whole.choices
         ]
         assert sorted(ended) == [0, 1, 2, 3]
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_the_best_of_many_samples(stack: RunningStack, e2e: Any) -> None:
-    prompt = e2e.make_prompt(50, seed=34)
-    async with e2e.connected(stack) as (client, workers):
+async def test_the_best_of_many_samples(stack: RunningStack) -> None:
+    prompt = make_prompt(50, seed=34)
+    async with connect(stack) as (client, workers):
         drawn = await client.generate(prompt, n=6, seed=5, logprobs=0, **SAMPLED)
         scored = [(sum(each.logprob for each in c.logprobs), c.token_ids) for c in drawn.choices]
         scored.sort(key=lambda pair: -pair[0])
@@ -93,25 +92,26 @@ async def test_the_best_of_many_samples(stack: RunningStack, e2e: Any) -> None:
         )
         streamed = [delta async for delta in client.stream(prompt, best_of=6, seed=5, **SAMPLED)]
         assert [delta.token_ids for delta in streamed] == [scored[0][1]]
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 async def test_beams_equal_transformers(
-    architecture: str, start_stack: StartStack, tiny_model: TinyModel, e2e: Any
+    architecture: str, start_stack: StartStack, tiny_model: TinyModel
 ) -> None:
     reference = AutoModelForCausalLM.from_pretrained(
         tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
     )
     eos = reference.generation_config.eos_token_id
     with start_stack(architecture, num_blocks=256) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            for length, width, penalty, early in (
+        async with connect(stack) as (client, workers):
+            cases: list[tuple[int, int, float, Any]] = [
                 (1, 2, 1.0, False),
                 (33, 4, 0.5, True),
                 (64, 2, 2.0, "never"),
-            ):
-                prompt = e2e.make_prompt(length, seed=33)
+            ]
+            for length, width, penalty, early in cases:
+                prompt = make_prompt(length, seed=33)
                 answer = await client.generate(
                     prompt, beam_width=width, length_penalty=penalty, early_stopping=early, max_tokens=16
                 )
@@ -141,14 +141,14 @@ async def test_beams_equal_transformers(
                 await client.generate([5, 6], n=64, max_tokens=200)
             with pytest.raises(InvalidRequest, match=r"sampling\.n: must be from 1 to 64; got 65"):
                 await client.generate([5, 6], n=65)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
-async def test_samples_survive_their_decode_worker(start_stack: StartStack, e2e: Any) -> None:
+async def test_samples_survive_their_decode_worker(start_stack: StartStack) -> None:
     # Long enough that the worker dies before the answers end.
-    prompt, options = e2e.make_prompt(60, seed=34), {**SAMPLED, "max_tokens": 400}
+    prompt, options = make_prompt(60, seed=34), {**SAMPLED, "max_tokens": 400}
     with start_stack("llama", num_decode=2) as stack:
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             separate = [await client.generate(prompt, seed=5 + index, **options) for index in range(4)]
             tokens: defaultdict[int, list[int]] = defaultdict(list)
             usage, has_killed = None, False
@@ -166,13 +166,13 @@ async def test_samples_survive_their_decode_worker(start_stack: StartStack, e2e:
             assert usage.retries == 1
 
 
-async def test_leaving_early_holds_nothing(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers):
+async def test_leaving_early_holds_nothing(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers):
 
         async def leave(index: int) -> None:
             several = {"beam_width": 3} if index % 3 == 0 else {"n": 4}
             options = {**SAMPLED, **several, "max_tokens": 200}
-            stream = client.stream(e2e.make_prompt(20 * index + 1, seed=35), **options)
+            stream = client.stream(make_prompt(20 * index + 1, seed=35), **options)
             try:
                 async with asyncio.timeout(0.02 * index):
                     async for _ in stream:
@@ -183,4 +183,4 @@ async def test_leaving_early_holds_nothing(stack: RunningStack, e2e: Any) -> Non
                 await stream.aclose()
 
         await asyncio.gather(*(leave(index) for index in range(12)))
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)

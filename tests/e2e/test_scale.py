@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from quire.client import AsyncClient
+from tests.testing.stacks import make_prompt
 
 NUM_ANSWERS, NUM_TOKENS = 8, 300
 WAIT_SECONDS = 60.0
@@ -52,11 +52,11 @@ def scale(admin_address: str, *numbers: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-async def test_workers_come_and_go_under_load(banner: str, e2e: Any) -> None:
+async def test_workers_come_and_go_under_load(banner: str) -> None:
     found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
     assert found is not None, banner
     address, admin_address = found.groups()
-    prompts = [e2e.make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
+    prompts = [make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
     async with AsyncClient(address, timeout=WAIT_SECONDS) as client:
 
         async def answers() -> list[list[int]]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import psutil
@@ -20,6 +19,7 @@ import pytest
 from quire.client import AsyncClient, Unavailable
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from tests.testing.stacks import make_prompt
 
 NUM_CLIENTS = 16
 NUM_TOKENS = 480
@@ -123,11 +123,11 @@ async def unread(address: str) -> AsyncIterator[Callable[[], Awaitable[int]]]:
         yield read
 
 
-async def test_ctrl_c_lets_requests_end(serve: Serve, e2e: Any) -> None:
+async def test_ctrl_c_lets_requests_end(serve: Serve) -> None:
     address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
     async with AsyncClient(address) as client:
         async with unread(address) as read:
-            running = await begin(client, [e2e.make_prompt(20, seed) for seed in range(NUM_CLIENTS)])
+            running = await begin(client, [make_prompt(20, seed) for seed in range(NUM_CLIENTS)])
             os.killpg(serve.process.pid, signal.SIGINT)
             line = await asyncio.to_thread(serve.line, "stopping: ")
             assert f"waiting for {NUM_CLIENTS + 1} requests" in line
@@ -141,10 +141,10 @@ async def test_ctrl_c_lets_requests_end(serve: Serve, e2e: Any) -> None:
     assert not list(serve.folder.iterdir())
 
 
-async def test_the_second_signal_ends_it_at_once(serve: Serve, e2e: Any) -> None:
+async def test_the_second_signal_ends_it_at_once(serve: Serve) -> None:
     address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
     async with AsyncClient(address) as client:
-        (running,) = await begin(client, [e2e.make_prompt(20)])
+        (running,) = await begin(client, [make_prompt(20)])
         children = serve.children()
         serve.process.terminate()
         await asyncio.to_thread(serve.line, "waiting for 1 request,")

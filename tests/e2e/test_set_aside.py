@@ -20,6 +20,7 @@ from quire.client.types import Delta
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.workers.worker import Worker
+from tests.testing.stacks import make_prompt
 
 SECONDS = 120.0
 PROMPT_SECONDS = 3.0
@@ -187,10 +188,10 @@ async def begun(setup: Setup, prompt: list[int]) -> tuple[AsyncIterator[Delta], 
     return stream, tokens
 
 
-async def test_a_stream_soon_goes_on_when_its_worker_is_killed(start_workers: Any, e2e: Any) -> None:
+async def test_a_stream_soon_goes_on_when_its_worker_is_killed(start_workers: Any) -> None:
     with start_workers() as processes:
         async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
-            prompt = e2e.make_prompt(40)
+            prompt = make_prompt(40)
             expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
             stream, tokens = await begun(setup, prompt)
             setup.processes[setup.busy().address].kill()
@@ -216,11 +217,11 @@ FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], Non
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
-    pair: dict[str, subprocess.Popen[str]], e2e: Any, caplog: pytest.LogCaptureFixture, fault: str
+    pair: dict[str, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     break_off, mend = FAULTS[fault]
     async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
-        prompt = e2e.make_prompt(40)
+        prompt = make_prompt(40)
         expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
         stream, tokens = await begun(setup, prompt)
         address = setup.busy().address
@@ -245,10 +246,10 @@ async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
 
 
 async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
-    pair: dict[str, subprocess.Popen[str]], e2e: Any, caplog: pytest.LogCaptureFixture
+    pair: dict[str, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
-        prompt = e2e.make_prompt(40)
+        prompt = make_prompt(40)
         expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
         stream, tokens = await begun(setup, prompt)
         busy = setup.processes[setup.busy().address]
@@ -261,10 +262,10 @@ async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
 
 
 async def test_a_worker_with_a_long_prompt_is_not_set_aside(
-    start_workers: Any, e2e: Any, caplog: pytest.LogCaptureFixture
+    start_workers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start_workers(PROMPT_SECONDS / LONG_PROMPT) as processes:
         async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
-            answer = await setup.client.generate(e2e.make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})
+            answer = await setup.client.generate(make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})
             assert (len(answer.token_ids), answer.usage.retries) == (8, 0)
             assert not set(NOTICED) & set(caplog.messages)

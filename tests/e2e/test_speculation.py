@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire.services.local.stack import RunningStack
-
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
+from tests.testing.stacks import StartStack, connect, make_prompt
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +19,18 @@ def guessing_stack(start_stack: StartStack) -> Iterator[RunningStack]:
 
 
 async def test_tokens_and_stop_strings_are_those_without_guesses(
-    stack: RunningStack, guessing_stack: RunningStack, e2e: Any
+    stack: RunningStack, guessing_stack: RunningStack
 ) -> None:
-    prompt = e2e.make_prompt(20, seed=5) * 4
-    async with e2e.connected(stack) as (plain, _), e2e.connected(guessing_stack) as (guessing, _):
+    prompt = make_prompt(20, seed=5) * 4
+    async with connect(stack) as (plain, _), connect(guessing_stack) as (guessing, _):
         num_guessed = 0
         # Few tokens are allowed, so that the answers repeat themselves.
-        common = {"max_tokens": 100, "ignore_eos": True, "allowed_token_ids": [70, 71, 72]}
-        for options in ({"temperature": 0.0}, {"temperature": 0.3, "seed": 7, "logprobs": 1}):
+        common: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "allowed_token_ids": [70, 71, 72]}
+        variants: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"temperature": 0.3, "seed": 7, "logprobs": 1},
+        ]
+        for options in variants:
             expected = await plain.generate(prompt, **common, **options)
             got = await guessing.generate(prompt, **common, **options)
             assert got.choices == expected.choices

@@ -28,7 +28,8 @@ from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
-from tests.decodes import decoding
+from tests.testing.decodes import decoding
+from tests.testing.stacks import make_prompt
 
 SECRET = "the secret of this cluster"
 LENGTH = 400
@@ -121,10 +122,8 @@ def secured(
             yield Secured(stack, public.authority, keys, cluster, reader)
 
 
-async def test_the_same_prompt_of_another_tenant_finds_nothing(
-    secured: Secured, expected: Any, e2e: Any
-) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=1)
+async def test_the_same_prompt_of_another_tenant_finds_nothing(secured: Secured, expected: Any) -> None:
+    prompt = make_prompt(LENGTH, seed=1)
     options: GenerationOptions = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     before = secured.blocks()
     async with secured.client("acme") as acme, secured.client("globex") as globex:
@@ -161,8 +160,8 @@ def test_the_command_reaches_router_and_workers(secured: Secured) -> None:
     assert quire(*asking, "--api-key", secured.keys["acme"])[0] == 0
 
 
-async def test_a_salt_is_no_tenant_and_only_narrows(secured: Secured, e2e: Any) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=2)
+async def test_a_salt_is_no_tenant_and_only_narrows(secured: Secured) -> None:
+    prompt = make_prompt(LENGTH, seed=2)
 
     async def cached(client: AsyncClient, salt: str | None) -> int:
         answer = await client.generate(prompt, max_tokens=1, cache_salt=salt)
@@ -177,8 +176,8 @@ async def test_a_salt_is_no_tenant_and_only_narrows(secured: Secured, e2e: Any) 
         assert await cached(globex, None) == HIT
 
 
-async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured, e2e: Any) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=3)
+async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured) -> None:
+    prompt = make_prompt(LENGTH, seed=3)
 
     def sequence(scope: worker_pb2.CacheScope) -> worker_pb2.Sequence:
         return worker_pb2.Sequence(
@@ -210,8 +209,8 @@ async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured, e2e: Any
             assert decode.accepted.accepted.num_cached_tokens == 16 * num_pulled
 
 
-async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured: Secured, e2e: Any) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=4)
+async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured: Secured) -> None:
+    prompt = make_prompt(LENGTH, seed=4)
     async with secured.client("acme") as acme:
         await acme.generate(prompt, max_tokens=1)
     async with secured.worker("prefill-0") as channel:
@@ -243,8 +242,8 @@ async def test_no_client_connects_without_a_certificate_or_in_clear(secured: Sec
             await plain.model_info()
 
 
-async def test_an_operator_drains_a_worker_and_clears_caches(secured: Secured, e2e: Any) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=5)
+async def test_an_operator_drains_a_worker_and_clears_caches(secured: Secured) -> None:
+    prompt = make_prompt(LENGTH, seed=5)
 
     async def state(admin: AdminClient, worker_id: str) -> Any:
         return next(w for w in await asyncio.to_thread(admin.workers) if w.worker_id == worker_id)
@@ -256,7 +255,7 @@ async def test_an_operator_drains_a_worker_and_clears_caches(secured: Secured, e
             async with asyncio.timeout(WAIT_SECONDS):
                 while not (await state(admin, "prefill-0")).is_draining:
                     await asyncio.sleep(0.01)
-            drained = await acme.generate(e2e.make_prompt(LENGTH, seed=6), max_tokens=1)
+            drained = await acme.generate(make_prompt(LENGTH, seed=6), max_tokens=1)
             assert (drained.usage.blocks_shipped, drained.usage.blocks_pulled) == (0, 0)
             await asyncio.to_thread(admin.drain, "prefill-0", undo=True)
             async with asyncio.timeout(WAIT_SECONDS):

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from quire.models.random_model import make_random_model
 from quire.protos import inference_pb2, worker_pb2
 from quire.routing.placement import PolicyConfig
 from quire.services.local import stack as stack_module
@@ -21,7 +20,8 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
-from tests.decodes import decoding
+from tests.testing.decodes import decoding
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 SIZES = {"prefill-0": 1, "prefill-1": 3, "decode-0": 2, "decode-1": 4}
 """How many processes each worker has. Every worker can compute prompts and decode."""
@@ -33,9 +33,9 @@ _names = count()
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tiny_model: Callable[..., Path]) -> Path:
     """Return a tiny model with a key-value head for each of four ranks."""
-    return make_random_model("llama", tmp_path_factory.mktemp("llama"), num_key_value_heads=4, **HEADS)
+    return tiny_model("llama", num_key_value_heads=4, **HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +138,8 @@ async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_workers_describe_their_blocks_alike(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (_, workers):
+async def test_workers_describe_their_blocks_alike(stack: RunningStack) -> None:
+    async with connect(stack) as (_, workers):
         request = worker_pb2.GetWorkerInfoRequest()
         infos = [await stub.GetWorkerInfo(request) for stub in workers.values()]
         assert len({each.cache_descriptor for each in infos}) == 1
@@ -147,11 +147,11 @@ async def test_workers_describe_their_blocks_alike(stack: RunningStack, e2e: Any
     assert {name: len(ranks_of(stack, name)) + 1 for name in SIZES} == SIZES
 
 
-async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack, e2e: Any) -> None:
+async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack) -> None:
     """Prompts that no worker knows, that both know, and that the decode worker knows."""
-    async with e2e.connected(stack) as (_, workers):
+    async with connect(stack) as (_, workers):
         for seed, length in ((1, LENGTH), (2, 37)):
-            prompt = e2e.make_prompt(length, seed=seed)
+            prompt = make_prompt(length, seed=seed)
             expected, _ = await local(workers, "prefill-0", prompt)
             assert len(expected) == NUM_NEW
             for prefill, decode in PAIRS:
@@ -161,28 +161,26 @@ async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack, e2
                 assert again == expected, (prefill, decode)
                 # A worker that has decoded the answer also has the block with the prompt's last tokens.
                 assert computed.num_cached_tokens >= (length - 1) // 16 * 16
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_every_pair_of_workers_pushes_a_whole_prompt(stack: RunningStack, e2e: Any) -> None:
+async def test_every_pair_of_workers_pushes_a_whole_prompt(stack: RunningStack) -> None:
     """Each pair has a prompt of its own, which the one computes and the other knows nothing of."""
-    async with e2e.connected(stack) as (_, workers):
+    async with connect(stack) as (_, workers):
         for seed, (prefill, decode) in enumerate(PAIRS, start=100):
-            prompt = e2e.make_prompt(60, seed=seed)
+            prompt = make_prompt(60, seed=seed)
             given, accepted, computed = await disaggregated(workers, prefill, decode, prompt)
             assert (accepted.num_cached_tokens, computed.num_cached_tokens) == (0, 0)
             other = next(name for name in SIZES if name not in (prefill, decode))
             assert given == (await local(workers, other, prompt))[0], (prefill, decode)
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-async def test_workers_of_the_same_size_push_to_each_other(
-    start: Callable[..., Any], e2e: Any, size: int
-) -> None:
+async def test_workers_of_the_same_size_push_to_each_other(start: Callable[..., Any], size: int) -> None:
     with start({"prefill-0": size, "decode-0": size}, transport="shared") as stack:
-        async with e2e.connected(stack) as (_, workers):
-            prompts = [e2e.make_prompt(length, seed=300) for length in (60, 200)]
+        async with connect(stack) as (_, workers):
+            prompts = [make_prompt(length, seed=300) for length in (60, 200)]
             for prompt in prompts:
                 given, accepted, _ = await disaggregated(workers, "prefill-0", "decode-0", prompt)
                 assert accepted.num_cached_tokens == 0
@@ -190,50 +188,50 @@ async def test_workers_of_the_same_size_push_to_each_other(
                 assert again == given
                 assert accepted.num_cached_tokens
                 assert computed.num_cached_tokens
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
-async def test_more_ranks_than_key_value_heads(start: Callable[..., Any], e2e: Any, tmp_path: Path) -> None:
+async def test_more_ranks_than_key_value_heads(
+    start: Callable[..., Any], tiny_model: Callable[..., Path]
+) -> None:
     """Ranks that have the same head write the same bytes: 4 ranks two by two, and 3 ranks unevenly."""
-    model = make_random_model("llama", tmp_path, num_key_value_heads=2, **HEADS)
+    model = tiny_model("llama", num_key_value_heads=2, **HEADS)
     sizes = {"prefill-0": 4, "decode-0": 3, "decode-1": 1}
     with start(sizes, model=str(model), transport="shared") as stack:
-        async with e2e.connected(stack) as (_, workers):
+        async with connect(stack) as (_, workers):
             for seed, (prefill, decode) in enumerate(permutations(sizes, 2), start=200):
-                prompt = e2e.make_prompt(60, seed=seed)
+                prompt = make_prompt(60, seed=seed)
                 [other] = sizes.keys() - {prefill, decode}
                 given, _, _ = await disaggregated(workers, prefill, decode, prompt)
                 assert given == (await local(workers, other, prompt))[0], (prefill, decode)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
-async def test_the_beginning_of_a_prompt_comes_from_workers_of_both_sizes(
-    stack: RunningStack, e2e: Any
-) -> None:
-    async with e2e.connected(stack) as (_, workers):
+async def test_the_beginning_of_a_prompt_comes_from_workers_of_both_sizes(stack: RunningStack) -> None:
+    async with connect(stack) as (_, workers):
         for seed, (prefill, decode) in enumerate(PAIRS, start=10):
-            prompt = e2e.make_prompt(LENGTH, seed=seed)
+            prompt = make_prompt(LENGTH, seed=seed)
             await local(workers, decode, prompt[:100])
             given, accepted, _ = await disaggregated(workers, prefill, decode, prompt)
             assert accepted.num_cached_tokens == 96
             other = next(name for name in SIZES if name not in (prefill, decode))
             assert given == (await local(workers, other, prompt))[0]
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize(("owner", "taker"), PAIRS)
 async def test_blocks_are_pulled_from_a_peer_of_another_size(
-    stack: RunningStack, e2e: Any, owner: str, taker: str
+    stack: RunningStack, owner: str, taker: str
 ) -> None:
-    async with e2e.connected(stack) as (_, workers):
-        prompt = e2e.make_prompt(LENGTH, seed=300 + 10 * SIZES[owner] + SIZES[taker])
+    async with connect(stack) as (_, workers):
+        prompt = make_prompt(LENGTH, seed=300 + 10 * SIZES[owner] + SIZES[taker])
         call = workers[owner].Prefill(worker_pb2.PrefillRequest(sequence=sequence_of(prompt)))
         assert [message async for message in call]
         given, accepted = await local(workers, taker, prompt, pull_from=await source(stack, workers, owner))
         assert (accepted.pulled.num_blocks, accepted.pulled.failure) == (NUM_FULL, "")
         other = next(name for name in SIZES if name not in (owner, taker))
         assert given == (await local(workers, other, prompt))[0]
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None = None) -> list[int]:
@@ -247,15 +245,13 @@ async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None
 
 
 @pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
-async def test_answers_go_on_at_a_worker_of_another_size(
-    start: Callable[..., Any], e2e: Any, victim: str
-) -> None:
+async def test_answers_go_on_at_a_worker_of_another_size(start: Callable[..., Any], victim: str) -> None:
     sizes = {"prefill-0": 2, "decode-0": 2, "decode-1": 1}
     with start(sizes, num_blocks=512, max_model_len=500) as stack:
         ranks, worker = ranks_of(stack, "decode-0"), stack.workers["decode-0"].process.pid
         assert worker is not None
-        async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
-            prompts = [e2e.make_prompt(60, seed=30 + index) for index in range(6)]
+        async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+            prompts = [make_prompt(60, seed=30 + index) for index in range(6)]
             expected = [await answer(client, prompt) for prompt in prompts]
             begun = [asyncio.Event() for _ in prompts]
             answers = [
@@ -274,15 +270,15 @@ async def test_answers_go_on_at_a_worker_of_another_size(
 
 @pytest.mark.parametrize("victim", ["worker", "rank"])
 async def test_a_prompt_goes_elsewhere_when_its_worker_ends_in_mid_push(
-    start: Callable[..., Any], e2e: Any, victim: str
+    start: Callable[..., Any], victim: str
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}
     with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="grpc") as stack:
         ranks, worker = ranks_of(stack, "prefill-0"), stack.workers["prefill-0"].process.pid
         assert worker is not None
-        async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
-            prompt = e2e.make_prompt(350, seed=50)
-            greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
+        async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+            prompt = make_prompt(350, seed=50)
+            greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
             asking = asyncio.create_task(client.generate(prompt, **greedy))
             while not (load := await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
                 await asyncio.sleep(0.001)
@@ -291,26 +287,24 @@ async def test_a_prompt_goes_elsewhere_when_its_worker_ends_in_mid_push(
             tokens = list((await asking).token_ids)
             await ended([*ranks, worker])
             assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
-            await e2e.quiet({"decode-0": workers["decode-0"]})
+            await wait_until_idle({"decode-0": workers["decode-0"]})
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_idle_worker_ends_with_its_rank(
-    start: Callable[..., Any], e2e: Any, sent: signal.Signals
-) -> None:
+async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any], sent: signal.Signals) -> None:
     with start({"decode-0": 2, "decode-1": 1}) as stack:
-        async with e2e.connected(stack) as (client, _):
+        async with connect(stack) as (client, _):
             [rank] = ranks_of(stack, "decode-0")
             worker = stack.workers["decode-0"].process.pid
             assert worker is not None
             os.kill(rank, sent)
             await ended([rank, worker])
-            response = await client.generate(e2e.make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
+            response = await client.generate(make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
             assert len(response.token_ids) == 4
 
 
 async def test_blocks_on_disk_are_the_same_for_any_number_of_processes(
-    start: Callable[..., Any], e2e: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool so small that blocks cycle through host memory and disk, and a restart with another size."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "known")  # the disk's blocks are of this cluster
@@ -321,15 +315,15 @@ async def test_blocks_on_disk_are_the_same_for_any_number_of_processes(
         "host_cache_bytes": 20 * block_bytes,
         "disk_cache": DiskFolder(str(tmp_path), 400 * (block_bytes + 32)),
     }
-    prompts = [e2e.make_prompt(LENGTH, seed=40 + index) for index in range(4)]
+    prompts = [make_prompt(LENGTH, seed=40 + index) for index in range(4)]
     answers = []
     for sizes in ({"prefill-0": 2, "decode-0": 1}, {"prefill-0": 1, "decode-0": 2}):
         with start(sizes, **settings) as stack:
-            async with e2e.connected(stack) as (client, workers):
+            async with connect(stack) as (client, workers):
                 for prompt in (*prompts, *prompts):
                     response = await client.generate(prompt, temperature=0.8, seed=1, max_tokens=NUM_NEW)
                     answers.append((list(response.token_ids), response.usage.cached_prompt_tokens))
-                    await e2e.quiet(workers)
+                    await wait_until_idle(workers)
     tokens, cached = zip(*answers, strict=True)
     assert tokens == tokens[:4] * 4
     assert cached[:4] == (0,) * 4

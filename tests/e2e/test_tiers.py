@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.services.local.stack import RunningStack
 from quire.services.worker.config import DiskFolder
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 32 * 4
 LENGTH, NUM_NEW, NUM_FULL = 330, 64, 20
 WAIT_SECONDS = 20.0
@@ -39,7 +37,7 @@ async def samples(stack: RunningStack, worker: str, name: str) -> dict[str, floa
 
 
 async def test_the_same_tokens_from_every_tier_and_after_a_restart(
-    start_stack: StartStack, expected: Any, e2e: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_stack: StartStack, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "known")  # the disk's blocks are of this cluster
     settings = {
@@ -48,15 +46,15 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
         "host_cache_bytes": 40 * BLOCK_BYTES,
         "disk_cache": DiskFolder(str(tmp_path), 400 * (BLOCK_BYTES + 32)),
     }
-    prompts = [e2e.make_prompt(LENGTH, seed=60 + index) for index in range(4)]
+    prompts = [make_prompt(LENGTH, seed=60 + index) for index in range(4)]
     with start_stack("llama", **settings) as stack:
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             for number, prompt in enumerate([prompts[0], *prompts, *prompts]):
                 answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
                 assert list(answer.token_ids) == expected("llama", prompt)
                 is_first = number in (0, 2, 3, 4)
                 assert answer.usage.cached_prompt_tokens == (0 if is_first else NUM_FULL * 16)
-                await e2e.quiet(workers)
+                await wait_until_idle(workers)
             hits = await samples(stack, "prefill-0", "quire_cache_tier_hits_total")
             assert hits["pool"] >= NUM_FULL
             assert hits["disk"] >= NUM_FULL
@@ -67,11 +65,11 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
             errors = await samples(stack, "prefill-0", "quire_cache_tier_disk_errors_total")
             assert errors == {"read": 0, "write": 0, "truncated": 0, "corrupt": 0}
     with start_stack("llama", **settings) as stack:
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             cached = 0
             for prompt in prompts:
                 answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=NUM_NEW)
                 assert list(answer.token_ids) == expected("llama", prompt)
                 cached += answer.usage.cached_prompt_tokens
-                await e2e.quiet(workers)
+                await wait_until_idle(workers)
             assert cached >= 2 * NUM_FULL * 16

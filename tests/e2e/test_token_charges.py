@@ -24,6 +24,7 @@ from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.router.tenants.token_bucket import TokenBucket
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 LENGTH, NUM_NEW, MANY = 40, 12, 400
 SECONDS = 20.0
@@ -47,7 +48,6 @@ class Meter:
     stub: pb_grpc.GenerationServiceStub
     client: AsyncClient
     http: aiohttp.ClientSession
-    e2e: Any
     charges: list[int] = field(default_factory=list)
     ran_before: float = 0.0
 
@@ -81,8 +81,8 @@ class Meter:
 
     async def begin(self) -> None:
         """Count from now on, once no worker has anything left to do."""
-        async with self.e2e.connected(self.stack) as (_, workers):
-            await self.e2e.quiet(workers)
+        async with connect(self.stack) as (_, workers):
+            await wait_until_idle(workers)
         self.charges.clear()
         self.ran_before = await self.ran()
 
@@ -93,17 +93,16 @@ class Meter:
 
     async def not_run(self, expected: int) -> int:
         """Return the charged tokens that no model has run, once that is ``expected`` and all is quiet."""
-        async with self.e2e.connected(self.stack) as (_, workers), asyncio.timeout(SECONDS):
+        async with connect(self.stack) as (_, workers), asyncio.timeout(SECONDS):
             while True:
-                await self.e2e.quiet(workers)
+                await wait_until_idle(workers)
                 if (rest := self.charged - int(await self.ran() - self.ran_before)) == expected:
                     return rest
                 await asyncio.sleep(0.02)
 
     def prompt(self, length: int = LENGTH) -> list[int]:
         """Return a prompt that no cache has."""
-        prompt: list[int] = self.e2e.make_prompt(length, seed=next(_seeds))
-        return prompt
+        return make_prompt(length, seed=next(_seeds))
 
     def request(self, prompt: list[int], **sampling: Any) -> pb.Generation:
         generation = pb.Generation(token_ids=pb.TokenIds(ids=prompt))
@@ -126,7 +125,7 @@ class Meter:
 
 @pytest.fixture(params=[0, 10_000], ids=["prefill apart", "prefill on the decode worker"])
 async def meter(
-    request: Any, stack: RunningStack, e2e: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: Any, stack: RunningStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Meter]:
     key = new_key(Tenant("acme", tokens_per_minute=10**9))
     (tmp_path / "keys").write_text(key.line)
@@ -152,7 +151,7 @@ async def meter(
         headers = {"authorization": f"Bearer {key.key}"}
         async with aiohttp.ClientSession(f"http://{running.http.address}", headers=headers) as http:
             stub = pb_grpc.GenerationServiceStub(channel)
-            meter = Meter(stack, running, key.key, stub, client, http, e2e)
+            meter = Meter(stack, running, key.key, stub, client, http)
             spend = TokenBucket.spend
 
             def spent(bucket: TokenBucket, num_tokens: int) -> None:

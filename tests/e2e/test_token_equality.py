@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from quire.kvindex.block_hash import block_hash
 from quire.protos import inference_pb2, worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.local.stack import RunningStack
-from tests.decodes import decoding
+from tests.testing.decodes import decoding
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 Expected = Callable[[str, list[int]], list[int]]
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gpt_neox", "opt"]
@@ -34,13 +33,11 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_every_prompt_twice(
-    architecture: str, start_stack: StartStack, expected: Expected, e2e: Any
-) -> None:
+async def test_every_prompt_twice(architecture: str, start_stack: StartStack, expected: Expected) -> None:
     with start_stack(architecture, max_num_batched_tokens=64) as stack:
-        async with e2e.connected(stack) as (client, workers):
+        async with connect(stack) as (client, workers):
             for length in PROMPT_LENGTHS:
-                prompt = e2e.make_prompt(length)
+                prompt = make_prompt(length)
                 first = await client.generate(prompt, **GREEDY)
                 again = await client.generate(prompt, **GREEDY)
                 assert list(first.token_ids) == expected(architecture, prompt), f"{length} prompt tokens"
@@ -49,14 +46,14 @@ async def test_every_prompt_twice(
                 num_blocks = -(-length // 16) - num_unseen
                 assert first.usage.blocks_shipped + first.usage.blocks_reused_on_decode == num_blocks
                 assert again.usage.cached_prompt_tokens >= (length - 1) // 16 * 16
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 async def test_a_kv_budget(
-    start_stack: StartStack, stack: RunningStack, tiny_model: Any, expected: Expected, e2e: Any
+    start_stack: StartStack, stack: RunningStack, tiny_model: Any, expected: Expected
 ) -> None:
     """Through both workers it gives what one engine gives."""
-    prompt = e2e.make_prompt(200, seed=41)
+    prompt = make_prompt(200, seed=41)
     loaded = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
     memory = KvMemory(loaded.kv_shape(16), 64, torch.device("cpu"))
     engine = Engine(loaded, memory, SchedulerConfig(), block_hash)
@@ -65,58 +62,56 @@ async def test_a_kv_budget(
     engine.add_request(sequence)
     while not engine.is_idle:
         engine.step()
-    async with e2e.connected(stack) as (client, workers):
+    async with connect(stack) as (client, workers):
         answer = await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
         assert answer.usage.blocks_shipped == 13
         assert list(answer.token_ids) == sequence.token_ids[200:] != expected("llama", prompt)
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
     with start_stack("mistral", num_prefill=0) as windowed:
-        async with e2e.connected(windowed) as (client, workers):
+        async with connect(windowed) as (client, workers):
             with pytest.raises(InvalidRequest, match="sliding windows") as refused:
                 await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
             assert refused.value.field == "sampling.kv_budget_tokens"
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
-async def test_a_window_is_all_that_is_held_and_shipped(
-    start_stack: StartStack, expected: Expected, e2e: Any
-) -> None:
+async def test_a_window_is_all_that_is_held_and_shipped(start_stack: StartStack, expected: Expected) -> None:
     """The pools have 10 blocks of 16 tokens; prompt and answer have 364 tokens; the window is 24."""
     with start_stack("mistral", max_num_seqs=8, max_num_batched_tokens=64, num_blocks=10) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(300)
+        async with connect(stack) as (client, workers):
+            prompt = make_prompt(300)
             answer = await client.generate(prompt, **GREEDY)
             assert list(answer.token_ids) == expected("mistral", prompt)
             assert answer.usage.blocks_shipped == 19 - (300 + 1 - 24) // 16
             assert answer.usage.blocks_reused_on_decode == 0
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("budget", [16, 100])
-async def test_prefill_in_chunks(budget: int, start_stack: StartStack, expected: Expected, e2e: Any) -> None:
+async def test_prefill_in_chunks(budget: int, start_stack: StartStack, expected: Expected) -> None:
     with start_stack("llama", max_num_seqs=16, max_num_batched_tokens=budget) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(250)
+        async with connect(stack) as (client, workers):
+            prompt = make_prompt(250)
             assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 async def test_thirty_two_requests_on_two_prefill_and_two_decode_workers(
-    start_stack: StartStack, expected: Expected, e2e: Any
+    start_stack: StartStack, expected: Expected
 ) -> None:
     with start_stack("llama", num_prefill=2, num_decode=2) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompts = [e2e.make_prompt(1 + 5 * index, seed=index % 3) for index in range(32)]
+        async with connect(stack) as (client, workers):
+            prompts = [make_prompt(1 + 5 * index, seed=index % 3) for index in range(32)]
             answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
             assert [list(a.token_ids) for a in answers] == [expected("llama", p) for p in prompts]
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "both"])
-async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, e2e: Any) -> None:
+async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected) -> None:
     # No other test of this stack has these prompts.
-    prompt = e2e.make_prompt(80, seed=50 + ["prefill", "decode", "both"].index(where))
-    async with e2e.connected(stack) as (_, workers):
+    prompt = make_prompt(80, seed=50 + ["prefill", "decode", "both"].index(where))
+    async with connect(stack) as (_, workers):
         prefill, decode = workers["prefill-0"], workers["decode-0"]
         sequence = worker_pb2.Sequence(
             sequence_id=f"warm-{where}",
@@ -136,38 +131,44 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected, 
         assert tokens == expected("llama", prompt)
         assert accepted.num_cached_tokens == (0 if where == "prefill" else 80)
         assert prefilled.num_cached_tokens == (0 if where == "decode" else 79)
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_a_seed_gives_the_same_tokens_by_itself_and_in_a_batch(stack: RunningStack, e2e: Any) -> None:
-    sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 77, "max_tokens": 64, "ignore_eos": True}
-    async with e2e.connected(stack) as (client, workers):
-        single = await client.generate(e2e.make_prompt(40), **sampled)
+async def test_a_seed_gives_the_same_tokens_by_itself_and_in_a_batch(stack: RunningStack) -> None:
+    sampled: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "seed": 77,
+        "max_tokens": 64,
+        "ignore_eos": True,
+    }
+    async with connect(stack) as (client, workers):
+        single = await client.generate(make_prompt(40), **sampled)
         crowd = [
-            client.generate(e2e.make_prompt(20 + index), temperature=1.0, seed=index, max_tokens=64)
+            client.generate(make_prompt(20 + index), temperature=1.0, seed=index, max_tokens=64)
             for index in range(31)
         ]
-        among, *_ = await asyncio.gather(client.generate(e2e.make_prompt(40), **sampled), *crowd)
+        among, *_ = await asyncio.gather(client.generate(make_prompt(40), **sampled), *crowd)
         assert among.token_ids == single.token_ids
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
-async def test_structured_output_crosses_two_processes(stack: RunningStack, e2e: Any) -> None:
-    async with e2e.connected(stack) as (client, workers):
+async def test_structured_output_crosses_two_processes(stack: RunningStack) -> None:
+    async with connect(stack) as (client, workers):
         for seed in range(3):
-            answer = await client.generate(e2e.make_prompt(30), regex="[a-f]{3}(-[0-9]{2}){1,3}", seed=seed)
+            answer = await client.generate(make_prompt(30), regex="[a-f]{3}(-[0-9]{2}){1,3}", seed=seed)
             assert re.fullmatch("[a-f]{3}(-[0-9]{2}){1,3}", answer.text)
             assert answer.finish_reason == "stop"
         schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 5}
-        answer = await client.generate(e2e.make_prompt(30), json_schema=schema)
+        answer = await client.generate(make_prompt(30), json_schema=schema)
         assert set(json.loads(answer.text)) <= {"a", "b"}
-        answer = await client.generate(e2e.make_prompt(30), regex="(ab|cd){2,4}", n=3, prompt_logprobs=1)
+        answer = await client.generate(make_prompt(30), regex="(ab|cd){2,4}", n=3, prompt_logprobs=1)
         assert len(answer.choices) == 3
         assert all(re.fullmatch("(ab|cd){2,4}", choice.text) for choice in answer.choices)
         assert len(answer.prompt_logprobs) == 29
         with pytest.raises(InvalidRequest, match="unclosed character class"):
-            await client.generate(e2e.make_prompt(30), regex="[ab")
-        await e2e.quiet(workers)
+            await client.generate(make_prompt(30), regex="[ab")
+        await wait_until_idle(workers)
 
 
 async def _collect(call: Any) -> list[Any]:
@@ -188,9 +189,9 @@ async def _disaggregated(
 
 
 async def test_rules_and_prompt_logprobs_cross_two_processes(
-    stack: RunningStack, tiny_model: Callable[[str], Path], e2e: Any
+    stack: RunningStack, tiny_model: Callable[[str], Path]
 ) -> None:
-    prompt = e2e.make_prompt(50, seed=9)
+    prompt = make_prompt(50, seed=9)
     rules: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.3}
     sampling = SamplingParams(
         temperature=0.0,
@@ -209,7 +210,7 @@ async def test_rules_and_prompt_logprobs_cross_two_processes(
     expected: list[int] = []
     while not engine.is_idle:
         expected += [token.token_id for update in engine.step() for token in update.tokens]
-    async with e2e.connected(stack) as (client, workers):
+    async with connect(stack) as (client, workers):
         for _ in range(2):  # the second time all blocks are cached, but for the logits
             answer = await client.generate(
                 prompt,
@@ -228,4 +229,4 @@ async def test_rules_and_prompt_logprobs_cross_two_processes(
                 assert [top.token_id for top in found.top] == [token_id for token_id, _ in wanted.top]
         assert answer.usage.cached_prompt_tokens == 0
         assert answer.usage.blocks_reused_on_decode > 0
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -14,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 20.0
 PAGE = 4096
@@ -52,7 +50,6 @@ def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
 async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
     start_stack: StartStack,
     expected: Any,
-    e2e: Any,
     monkeypatch: pytest.MonkeyPatch,
     choice: str,
     used: str,
@@ -60,12 +57,12 @@ async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
     if choice == "nixl":
         needs_nixl(monkeypatch)
     with start_stack("llama", transport=choice) as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompts = [e2e.make_prompt(length) for length in (40, 100, 200)]
+        async with connect(stack) as (client, workers):
+            prompts = [make_prompt(length) for length in (40, 100, 200)]
             answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert list(answer.token_ids) == expected("llama", prompt)
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
         for worker, direction in (("prefill-0", "sent"), ("decode-0", "received")):
             counted = {
                 transport: await sample(
@@ -79,12 +76,12 @@ async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
 
 
 async def test_pulled_blocks_come_by_nixl_and_a_killed_holder_costs_no_answer(
-    start_stack: StartStack, expected: Any, e2e: Any, monkeypatch: pytest.MonkeyPatch
+    start_stack: StartStack, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_nixl(monkeypatch)
     with start_stack("llama", num_prefill=2, transport="nixl") as stack:
-        async with e2e.connected(stack) as (_, workers):
-            prompt = e2e.make_prompt(200)
+        async with connect(stack) as (_, workers):
+            prompt = make_prompt(200)
             computed = await prefill(workers["prefill-0"], prompt)
             source = worker_pb2.PullSource(
                 address=stack.ready["prefill-0"].address,
@@ -100,7 +97,7 @@ async def test_pulled_blocks_come_by_nixl_and_a_killed_holder_costs_no_answer(
                 num_bytes = await sample(stack, "prefill-1", "quire_kv_transfer_bytes_total", **labels)
                 assert (num_bytes > 0) == (transport == "nixl")
             stack.workers["prefill-0"].process.kill()
-            other = e2e.make_prompt(100)
+            other = make_prompt(100)
             failed = await prefill(workers["prefill-1"], other, pull_from=source)
             assert failed.pulled.failure
             assert failed.tokens[0].token_id == expected("llama", other)[0]
@@ -120,19 +117,17 @@ async def prefill(stub: Any, prompt: list[int], **fields: Any) -> worker_pb2.Pre
     return response
 
 
-async def test_the_memory_of_a_killed_worker_does_not_stay(
-    start_stack: StartStack, expected: Any, e2e: Any
-) -> None:
+async def test_the_memory_of_a_killed_worker_does_not_stay(start_stack: StartStack, expected: Any) -> None:
     with start_stack("llama") as stack:
-        async with e2e.connected(stack) as (client, _):
-            prompt = e2e.make_prompt(60)
+        async with connect(stack) as (client, _):
+            prompt = make_prompt(60)
             assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
             assert len(pool_mappings(stack, "decode-0")) == 2
             stack.workers["prefill-0"].process.kill()
             async with asyncio.timeout(WAIT_SECONDS):
                 while len(pool_mappings(stack, "decode-0")) > 1:
                     await asyncio.sleep(0.02)
-            other = e2e.make_prompt(80)
+            other = make_prompt(80)
             assert list((await client.generate(other, **GREEDY)).token_ids) == expected("llama", other)
 
 
@@ -151,23 +146,23 @@ def change_memory(stack: RunningStack, worker: str) -> int:
 
 
 async def test_blocks_that_change_after_they_were_first_sent_are_computed_again(
-    start_stack: StartStack, expected: Any, e2e: Any
+    start_stack: StartStack, expected: Any
 ) -> None:
     """The decode worker refuses them, and the prefill worker forgets them: no third attempt meets them."""
     labels = {"reason": "digest_mismatch"}
     with start_stack("llama") as stack:
-        async with e2e.connected(stack) as (client, workers):
-            prompt = e2e.make_prompt(200)
+        async with connect(stack) as (client, workers):
+            prompt = make_prompt(200)
 
             async def answer() -> float:
                 """Answer the prompt on workers of which only the prefill worker has it in its cache."""
-                await e2e.quiet(workers)
+                await wait_until_idle(workers)
                 await workers["decode-0"].ClearCache(worker_pb2.ClearCacheRequest())
                 assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
                 return await sample(stack, "decode-0", "quire_kv_transfer_failures_total", **labels)
 
             assert await answer() == 0
-            await e2e.quiet(workers)
+            await wait_until_idle(workers)
             try:
                 num_changed = change_memory(stack, "prefill-0")
             except PermissionError as error:

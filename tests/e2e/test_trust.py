@@ -30,7 +30,8 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from tests.decodes import StreamingWorker
+from tests.testing.decodes import StreamingWorker
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 SECRET = "the secret of this cluster"
 WAIT_SECONDS = 20.0
@@ -79,7 +80,7 @@ class Intruder(StreamingWorker):
 
 
 async def test_redis_password_makes_no_worker(
-    cluster: RunningStack, index: RedisProcess, expected: Any, e2e: Any
+    cluster: RunningStack, index: RedisProcess, expected: Any
 ) -> None:
     client = publisher_client(index.worker_url)
     lease = WorkerLease(client, WAIT_SECONDS)
@@ -100,7 +101,7 @@ async def test_redis_password_makes_no_worker(
                 intruder.challenged.clear()
                 await asyncio.wait_for(intruder.challenged.wait(), WAIT_SECONDS)
             for seed in range(NUM_PROMPTS):
-                prompt = e2e.make_prompt(40, seed=seed)
+                prompt = make_prompt(40, seed=seed)
                 answer = await asker.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
                 assert list(answer.token_ids) == expected("llama", prompt)[:4]
             assert intruder.prompts == []
@@ -146,14 +147,14 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-async def test_a_strangers_calls_are_refused(cluster: RunningStack, e2e: Any, name: str) -> None:
+async def test_a_strangers_calls_are_refused(cluster: RunningStack, name: str) -> None:
     async with grpc.aio.insecure_channel(cluster.ready[name].address) as channel:
         info = await WorkerServiceStub(channel).GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
         calls = strangers_calls(channel, info)
         codes = {call: await each.code() for call, each in calls.items()}
         assert codes == dict.fromkeys(calls, grpc.StatusCode.UNAUTHENTICATED)
-    async with e2e.connected(cluster) as (_, workers):
-        await e2e.quiet(workers)
+    async with connect(cluster) as (_, workers):
+        await wait_until_idle(workers)
 
 
 async def test_a_worker_with_another_secret_is_refused_and_the_log_says_why(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from typing import Any
 
 from quire.client import AsyncClient
-from quire.services.local.stack import RunningStack
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import StartStack, make_prompt
 
-StartStack = Callable[..., AbstractContextManager[RunningStack]]
 NUM_BUSY, NUM_REQUESTS = 6, 8
 WAIT_SECONDS = 60.0
 
@@ -37,7 +36,7 @@ async def send_until_cancelled(client: AsyncClient, prompt: list[int], max_token
 
 
 async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
-    start_stack: StartStack, e2e: Any, monkeypatch: Any
+    start_stack: StartStack, monkeypatch: Any
 ) -> None:
     """The first router knows one worker only, and fills it; the second knows both."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
@@ -56,7 +55,7 @@ async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
             for each in (first, second):
                 await asyncio.wait_for(each.has_served.wait(), WAIT_SECONDS)
             await until(lambda: len(loads(second)) == 2)
-            prompts = [e2e.make_prompt(40, seed=seed) for seed in range(NUM_BUSY)]
+            prompts = [make_prompt(40, seed=seed) for seed in range(NUM_BUSY)]
             # Of different lengths, so that they do not all end in the same step.
             busy = [
                 asyncio.create_task(send_until_cancelled(client, prompt, 430 - 31 * index))
@@ -64,7 +63,7 @@ async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
             ]
             # The same prompts: the prefix is cached on the busy worker and nowhere else.
             for seed in range(NUM_REQUESTS):
-                prompt = e2e.make_prompt(40, seed=seed)
+                prompt = make_prompt(40, seed=seed)
                 await until(lambda: loads(second)["decode-0"][1] >= NUM_BUSY - 1)
                 async with aclosing(other_client.stream(prompt, max_tokens=300, ignore_eos=True)) as stream:
                     await anext(stream)

@@ -15,6 +15,7 @@ import pytest
 from quire.client import AsyncClient
 from quire.protos import worker_pb2 as pb
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 30.0
@@ -51,54 +52,52 @@ async def busy(workers: dict[str, Any]) -> str:
         await asyncio.sleep(0.005)
 
 
-async def rejoined(client: AsyncClient, e2e: Any) -> None:
+async def rejoined(client: AsyncClient) -> None:
     """Wait until the router uses all workers again; at first it prefers those that it does not doubt."""
     while True:
         info = await client.model_info()
         if (info.num_prefill_workers, info.num_decode_workers) == (1, 2):
-            answer = await client.generate(e2e.make_prompt(60, next(_seeds)), max_tokens=2)
+            answer = await client.generate(make_prompt(60, next(_seeds)), max_tokens=2)
             if answer.usage.blocks_shipped:
                 return
         await asyncio.sleep(0.02)
 
 
-async def test_a_stream_goes_on_when_its_decode_worker_vanishes(
-    stack: RunningStack, expected: Any, e2e: Any
-) -> None:
-    prompt = e2e.make_prompt(60, seed=1)
-    async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+async def test_a_stream_goes_on_when_its_decode_worker_vanishes(stack: RunningStack, expected: Any) -> None:
+    prompt = make_prompt(60, seed=1)
+    async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
         stream = client.stream(prompt, **GREEDY)
         tokens = list((await anext(stream)).token_ids)
         with vanished(stack, await busy(workers)):
             async for delta in stream:
                 tokens += delta.token_ids
         assert tokens == expected("llama", prompt)
-        await rejoined(client, e2e)
-        await e2e.quiet(workers)
+        await rejoined(client)
+        await wait_until_idle(workers)
 
 
 async def test_a_prompt_goes_elsewhere_when_its_prefill_worker_vanishes(
-    stack: RunningStack, expected: Any, e2e: Any
+    stack: RunningStack, expected: Any
 ) -> None:
-    prompt = e2e.make_prompt(60, seed=2)
-    async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+    prompt = make_prompt(60, seed=2)
+    async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
         with vanished(stack, "prefill-0"):
             answer = await client.generate(prompt, **GREEDY)
         assert list(answer.token_ids) == expected("llama", prompt)
         assert answer.usage.retries == 1
-        await rejoined(client, e2e)
-        await e2e.quiet(workers)
+        await rejoined(client)
+        await wait_until_idle(workers)
 
 
-async def test_a_push_ends_when_its_receiver_vanishes(stack: RunningStack, expected: Any, e2e: Any) -> None:
+async def test_a_push_ends_when_its_receiver_vanishes(stack: RunningStack, expected: Any) -> None:
     """The prefill worker is held up until the decode worker that waits for its blocks has vanished."""
-    prompt = e2e.make_prompt(60, seed=3)
-    async with e2e.connected(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
+    prompt = make_prompt(60, seed=3)
+    async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
         with ExitStack() as receiver:
             with vanished(stack, "prefill-0"):
                 asking = asyncio.create_task(client.generate(prompt, **GREEDY))
                 receiver.enter_context(vanished(stack, await busy(workers)))
             assert list((await asking).token_ids) == expected("llama", prompt)
-            await e2e.quiet({"prefill-0": workers["prefill-0"]})
-        await rejoined(client, e2e)
-        await e2e.quiet(workers)
+            await wait_until_idle({"prefill-0": workers["prefill-0"]})
+        await rejoined(client)
+        await wait_until_idle(workers)

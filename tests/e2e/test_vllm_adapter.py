@@ -34,6 +34,7 @@ from quire.rpc.server import grpc_server
 from quire.services.local.stack import RunningStack
 from quire.services.server.process import free_port
 from quire.services.vllm_adapter.hand_off import hand_off
+from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 WAIT_SECONDS = 30.0
 GATEWAY_SECONDS = 60.0
@@ -103,9 +104,9 @@ PULLED = 'quire_kv_transfer_blocks_total{direction="pulled"}'
 
 
 async def test_a_decode_worker_answers_by_itself(
-    cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+    cluster: RunningStack, engines: dict[str, Any], expected: Any
 ) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=70)
+    prompt = make_prompt(LENGTH, seed=70)
     answer = await complete(engines["decode-0"], request(prompt))
     assert list(answer.output_ids) == expected("llama", prompt)
     assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == (
@@ -117,9 +118,9 @@ async def test_a_decode_worker_answers_by_itself(
 
 
 async def test_a_stream_has_each_token_once_and_the_whole_at_its_end(
-    cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+    cluster: RunningStack, engines: dict[str, Any], expected: Any
 ) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=71)
+    prompt = make_prompt(LENGTH, seed=71)
     *chunks, last = await answers(engines["decode-0"], request(prompt, stream=True))
     tokens = [token_id for response in chunks for token_id in response.chunk.token_ids]
     assert tokens == list(last.complete.output_ids) == expected("llama", prompt)
@@ -129,9 +130,9 @@ async def test_a_stream_has_each_token_once_and_the_whole_at_its_end(
 
 @pytest.mark.parametrize("tags", [{}, {"kv_transfer_params_json": TAGS}])
 async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
-    tags: dict[str, str], cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+    tags: dict[str, str], cluster: RunningStack, engines: dict[str, Any], expected: Any
 ) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=72 + len(tags))
+    prompt = make_prompt(LENGTH, seed=72 + len(tags))
     lent, pulled = counted(cluster, "prefill-0", LENT), counted(cluster, "decode-0", PULLED)
     first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}, **tags))
     assert list(first.output_ids) == expected("llama", prompt)[:1]
@@ -147,15 +148,15 @@ async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
         engines["decode-0"], request(prompt, kv_transfer_params_json=again.kv_transfer_params_json)
     )
     assert again.cached_tokens == both.cached_tokens == LENGTH - 1
-    async with e2e.connected(cluster) as (_, workers):
-        await e2e.quiet(workers)
+    async with connect(cluster) as (_, workers):
+        await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("change", [{"epoch": "of before"}, {"address": "127.0.0.1:1"}])
 async def test_what_cannot_be_pulled_is_computed(
-    change: dict[str, Any], cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
+    change: dict[str, Any], cluster: RunningStack, engines: dict[str, Any], expected: Any
 ) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=80 + len(next(iter(change))))
+    prompt = make_prompt(LENGTH, seed=80 + len(next(iter(change))))
     await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}))
     holder = cluster.ready["prefill-0"]
     said = {"address": holder.address, "epoch": holder.epoch, "num_blocks": NUM_FULL, **change}
@@ -166,9 +167,9 @@ async def test_what_cannot_be_pulled_is_computed(
 
 
 async def test_blocks_of_a_machine_that_a_client_names_are_not_pulled(
-    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+    cluster: RunningStack, engines: dict[str, Any]
 ) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=89)
+    prompt = make_prompt(LENGTH, seed=89)
     first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}))
     lent = counted(cluster, "prefill-0", LENT)
     async with grpc_server([], registry=CollectorRegistry(), grace_seconds=0) as stranger:
@@ -179,8 +180,8 @@ async def test_blocks_of_a_machine_that_a_client_names_are_not_pulled(
     assert counted(cluster, "prefill-0", LENT) == lent
 
 
-async def test_several_answers_and_logprobs(engines: dict[str, Any], e2e: Any) -> None:
-    prompt = e2e.make_prompt(40, seed=90)
+async def test_several_answers_and_logprobs(engines: dict[str, Any]) -> None:
+    prompt = make_prompt(40, seed=90)
     params = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "n": 2, "logprobs": 2, "prompt_logprobs": 1}
     responses = await answers(engines["decode-0"], request(prompt, params))
     first, second = sorted((response.complete for response in responses), key=lambda each: each.index)
@@ -196,17 +197,15 @@ async def test_several_answers_and_logprobs(engines: dict[str, Any], e2e: Any) -
         assert [len(top.values) for top in given.top_logprobs] == [0] + [1] * 39
 
 
-async def test_stops_are_named(
-    cluster: RunningStack, engines: dict[str, Any], expected: Any, e2e: Any
-) -> None:
-    prompt = e2e.make_prompt(LENGTH, seed=70)
+async def test_stops_are_named(cluster: RunningStack, engines: dict[str, Any], expected: Any) -> None:
+    prompt = make_prompt(LENGTH, seed=70)
     tokens = expected("llama", prompt)
     stop_token = next(token for token in tokens[3:] if token not in tokens[:3])
     at = tokens.index(stop_token)
     answer = await complete(engines["decode-0"], request(prompt, {"stop_token_ids": [stop_token]}))
     assert list(answer.output_ids) == tokens[: at + 1]
     assert (answer.finish_reason, answer.matched_token_id) == ("stop", stop_token)
-    async with e2e.connected(cluster) as (client, workers):
+    async with connect(cluster) as (client, workers):
         text = await client.detokenize(tokens)
         stop = next(char for char in text if char.isascii() and char.isalnum())
         answer = await complete(engines["decode-0"], request(prompt, {"stop": [stop]}))
@@ -214,13 +213,13 @@ async def test_stops_are_named(
         assert stop in await client.detokenize(list(answer.output_ids))
         assert stop not in await client.detokenize(list(answer.output_ids)[:-1])
         assert (answer.finish_reason, answer.matched_stop_str) == ("stop", stop)
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def test_an_abort_ends_the_stream_and_frees_the_blocks(
-    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+    cluster: RunningStack, engines: dict[str, Any]
 ) -> None:
-    message = request(e2e.make_prompt(40, seed=91), {"max_tokens": 400}, stream=True)
+    message = request(make_prompt(40, seed=91), {"max_tokens": 400}, stream=True)
     stream = aiter(engines["decode-0"].Generate(message, timeout=WAIT_SECONDS))
     assert (await anext(stream)).HasField("chunk")
     await engines["decode-0"].Abort(vllm.AbortRequest(request_ids=[message.request_id, "unknown"]))
@@ -228,8 +227,8 @@ async def test_an_abort_ends_the_stream_and_frees_the_blocks(
         async for _ in stream:
             pass
     assert caught.value.code() is grpc.StatusCode.ABORTED
-    async with e2e.connected(cluster) as (_, workers):
-        await e2e.quiet(workers)
+    async with connect(cluster) as (_, workers):
+        await wait_until_idle(workers)
 
 
 async def test_bad_requests_name_the_field(engines: dict[str, Any]) -> None:
@@ -274,13 +273,11 @@ async def test_workers_describe_themselves(cluster: RunningStack, engines: dict[
         assert {"tokenizer.json", "config.json"} <= set(files.namelist())
 
 
-async def test_a_draining_worker_is_not_healthy(
-    cluster: RunningStack, engines: dict[str, Any], e2e: Any
-) -> None:
+async def test_a_draining_worker_is_not_healthy(cluster: RunningStack, engines: dict[str, Any]) -> None:
     async def is_healthy() -> bool:
         return bool((await engines["decode-0"].HealthCheck(vllm.HealthCheckRequest())).healthy)
 
-    async with e2e.connected(cluster) as (_, workers):
+    async with connect(cluster) as (_, workers):
         assert await is_healthy()
         await workers["decode-0"].SetDraining(worker_pb2.SetDrainingRequest(is_draining=True))
         assert not await is_healthy()
@@ -289,11 +286,11 @@ async def test_a_draining_worker_is_not_healthy(
 
 
 async def test_a_subscriber_is_told_the_load_as_it_changes(
-    cluster: RunningStack, engines: dict[str, Any], e2e: Any
+    cluster: RunningStack, engines: dict[str, Any]
 ) -> None:
     decode = engines["decode-0"]
-    async with asyncio.timeout(WAIT_SECONDS), e2e.connected(cluster) as (_, workers):
-        await e2e.quiet(workers)
+    async with asyncio.timeout(WAIT_SECONDS), connect(cluster) as (_, workers):
+        await wait_until_idle(workers)
         call = decode.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
         events = aiter(call)
         first = await anext(events)
@@ -303,7 +300,7 @@ async def test_a_subscriber_is_told_the_load_as_it_changes(
 
         async def keep_busy() -> None:
             while True:
-                await answers(decode, request(e2e.make_prompt(40, seed=92), {"max_tokens": 450}))
+                await answers(decode, request(make_prompt(40, seed=92), {"max_tokens": 450}))
 
         busy = asyncio.create_task(keep_busy())
         later = await anext(events)
@@ -315,7 +312,7 @@ async def test_a_subscriber_is_told_the_load_as_it_changes(
         assert later.load.token_usage > 0
         busy.cancel()
         call.cancel()
-        await e2e.quiet(workers)
+        await wait_until_idle(workers)
 
 
 async def test_a_subscriber_with_a_history_begins_again(engines: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
+from tests.testing.stacks import make_prompt
 
 SECONDS = 300.0
 NUM_TOKENS, NUM_REQUESTS = 400, 3
@@ -42,11 +43,11 @@ async def until(is_reached: Callable[[], bool]) -> None:
 
 
 async def test_requests_outlast_the_restart_of_the_only_worker(
-    tiny_model: Callable[[str], Path], expected: Any, e2e: Any, monkeypatch: Any
+    tiny_model: Callable[[str], Path], expected: Any, monkeypatch: Any
 ) -> None:
     """It is first stopped in order, and then killed in the middle of answers; then another one starts."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
-    prompts = [e2e.make_prompt(60, seed) for seed in range(NUM_REQUESTS)]
+    prompts = [make_prompt(60, seed) for seed in range(NUM_REQUESTS)]
     beginnings = [expected("llama", prompt) for prompt in prompts]
     model = tiny_model("llama")
     with RedisProcess() as redis:

@@ -1,8 +1,9 @@
-"""Tiny random models, made once, and what one of them needs for structured output."""
+"""Loaded tiny models, and what one of them needs for structured output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,36 +12,17 @@ import torch
 
 from quire.engine.structured_output.grammar import GrammarCompiler
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.models.random_model import make_random_model
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function from architecture name to the folder of its tiny random model."""
-    made: dict[str, Path] = {}
-
-    def get(architecture: str) -> Path:
-        if architecture not in made:
-            made[architecture] = make_random_model(architecture, tmp_path_factory.mktemp(architecture))
-        return made[architecture]
-
-    return get
-
-
-@pytest.fixture(scope="session")
 def load(tiny_model: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
     """Return a function that loads an architecture's tiny model, once, in float32 on the CPU."""
-    loaded: dict[str, LoadedModel] = {}
-
-    def get(architecture: str) -> LoadedModel:
-        if architecture not in loaded:
-            loaded[architecture] = load_model(str(tiny_model(architecture)), "float32", torch.device("cpu"))
-        return loaded[architecture]
-
-    return get
+    return cache(
+        lambda architecture: load_model(str(tiny_model(architecture)), "float32", torch.device("cpu"))
+    )
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, A
 
     from quire.engine.model.step_tensors import StepTensors
     from quire.engine.weights.loader import load_model
-    from tests.engine.tiny_engine import make_engine, make_prompt, make_request
+    from tests.testing.tiny_engine import make_engine, make_prompt, make_request
 
     model = load_model(str(folder), dtype, device("cpu"), weight_dtype)
     engine = make_engine(model, num_blocks=32)

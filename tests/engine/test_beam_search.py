@@ -14,7 +14,7 @@ from quire.engine.sequences.beam_search import BeamSearch, answers, choose_exten
 from quire.engine.sequences.sequence import SequenceStatus
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, EarlyStopping
-from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run
 
 TinyModel = Callable[[str], Path]
 

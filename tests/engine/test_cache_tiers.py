@@ -18,7 +18,7 @@ from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.tiers import MAX_LOADING_SHARE, CacheTiers
 from quire.kvindex.kv_layout import KvShape
-from tests.engine.manual_disk import ManualExecutor, open_disk
+from tests.testing.manual_disk import ManualExecutor, open_disk
 
 NUM_POOL, NUM_HOST, NUM_DISK = 6, 5, 7
 SHAPE = KvShape(1, 1, 4, 4, "float32")

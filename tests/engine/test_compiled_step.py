@@ -6,61 +6,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 
-from quire.engine.engine import Engine
-from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.step_recipe import NoRecipeError, read_recipe
-from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.sequences.sequence import Sequence
-from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kvindex.block_hash import block_hash
+from quire.engine.weights.loader import load_model
 from quire.models.random_model import make_random_model
-from quire.sampling.params import SamplingParams
+from tests.testing.tiny_engine import run_mixed
 
 COVERED = [
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),
     *("gpt2", "opt"),
 ]
 CPU = torch.device("cpu")
-
-
-def run(model: LoadedModel, kv_cache_dtype: str, block_size: int = 16) -> list[object]:
-    """Return the tokens and logprobs of requests that share steps, and of the prompts of some of them."""
-    # Without logprobs of prompts, a step needs the logits of one token of each sequence.
-    return [
-        *run_requests(model, kv_cache_dtype, block_size, 2),
-        *run_requests(model, kv_cache_dtype, block_size),
-    ]
-
-
-def run_requests(
-    model: LoadedModel, kv_cache_dtype: str, block_size: int, num_prompt_logprobs: int | None = None
-) -> list[object]:
-    memory = KvMemory(model.kv_shape(block_size, kv_cache_dtype), 256, CPU)
-    limits = SchedulerConfig(block_size, max_num_seqs=16, max_num_batched_tokens=37)
-    engine = Engine(model, memory, limits, block_hash)
-    params = SamplingParams(
-        temperature=0.8,
-        seed=3,
-        max_tokens=20,
-        ignore_eos=True,
-        num_logprobs=3,
-        num_prompt_logprobs=num_prompt_logprobs,
-    )
-    sequences = []
-    for index, length in enumerate((1, 16, 50, 90)):
-        prompt = Random(index).choices(range(2, 320), k=length)
-        sequences.append(Sequence(f"request-{index}", prompt, length, params, b"root"))
-        engine.add_request(sequences[-1])
-    sampled: list[object] = []
-    while not engine.is_idle:
-        sampled += [(update.sequence.attempt_id, update.tokens) for update in engine.step()]
-    return [*sampled, *(sequence.prompt_logprobs for sequence in sequences)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -70,20 +30,22 @@ def test_a_program_gives_the_bits_of_the_modules(
 ) -> None:
     model = load_model(str(tiny_model(architecture)), dtype, CPU)
     assert model.recipe is not None
-    assert run(model, "auto") == run(replace(model, recipe=None), "auto")
+    assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_blocks_of_8_bits_get_the_same_bits(tiny_model: Callable[[str], Path], kv_cache_dtype: str) -> None:
     for architecture in ("llama", "gemma3"):
         model = load_model(str(tiny_model(architecture)), "bfloat16", CPU)
-        assert run(model, kv_cache_dtype) == run(replace(model, recipe=None), kv_cache_dtype)
+        assert run_mixed(model, kv_cache_dtype) == run_mixed(replace(model, recipe=None), kv_cache_dtype)
 
 
 def test_float16_has_a_program_too(tiny_model: Callable[[str], Path]) -> None:
     model = load_model(str(tiny_model("llama")), "float16", CPU)
     assert model.recipe is not None
-    assert run(model, "auto", block_size=8) == run(replace(model, recipe=None), "auto", block_size=8)
+    assert run_mixed(model, "auto", block_size=8) == run_mixed(
+        replace(model, recipe=None), "auto", block_size=8
+    )
 
 
 def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
@@ -92,7 +54,7 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     assert model.recipe is not None
     sizes = [parameter.numel() for parameter in model.module.parameters()]
     assert max(sizes) == model.module.config.hidden_size
-    assert run(model, "auto") == run(replace(model, recipe=None), "auto")
+    assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
 def test_threads_do_not_change_the_bits(tiny_model: Callable[[str], Path]) -> None:
@@ -100,10 +62,10 @@ def test_threads_do_not_change_the_bits(tiny_model: Callable[[str], Path]) -> No
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        expected = run(model, "auto")
+        expected = run_mixed(model, "auto")
         for num_threads in (2, 3):
             torch.set_num_threads(num_threads)
-            assert run(model, "auto") == expected
+            assert run_mixed(model, "auto") == expected
     finally:
         torch.set_num_threads(before)
 

@@ -12,8 +12,8 @@ import pytest
 
 from quire.engine.kv_cache import disk_cache
 from quire.engine.kv_cache.disk_cache import FAILED_SECONDS, DiskCache, DiskCacheError
-from tests.clock import Clock
-from tests.engine.manual_disk import ManualExecutor, open_disk
+from tests.testing.manual_clock import ManualClock
+from tests.testing.manual_disk import ManualExecutor, open_disk
 
 BLOCK_BYTES = 64
 
@@ -220,7 +220,7 @@ def failures(disk: DiskCache) -> list[str]:
 def test_a_full_disk_keeps_no_unfinished_file_and_is_written_again_later(
     small_disk: Path, later: ManualExecutor
 ) -> None:
-    clock = Clock(100.0)
+    clock = ManualClock()
     block = 24 << 10
     disk = DiskCache(small_disk, 1 << 20, block, "same", writer=later, reader=later, clock=clock)
     for word in "abcdef":

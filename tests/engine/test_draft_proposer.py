@@ -11,7 +11,7 @@ from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
-from tests.engine.tiny_engine import (
+from tests.testing.tiny_engine import (
     BLOCK_SIZE,
     CPU,
     make_engine,

@@ -39,7 +39,7 @@ from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.manual_disk import ManualExecutor, open_disk
+from tests.testing.manual_disk import ManualExecutor, open_disk
 
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1

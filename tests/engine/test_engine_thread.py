@@ -20,7 +20,7 @@ from quire.engine.runner.step_watch import StepWatch
 from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
-from tests.engine.constant_engine import ConstantRunner, make_constant_engine
+from tests.testing.constant_engine import ConstantRunner, make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 SECONDS = 20.0

@@ -7,7 +7,7 @@ import pytest
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
-from tests.engine.constant_engine import TOKEN, make_constant_engine
+from tests.testing.constant_engine import TOKEN, make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
 MOST_STEPS_LOST = 3

@@ -15,8 +15,8 @@ from quire.engine.sequences.beam_search import BeamSearch
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.constant_engine import make_constant_engine
-from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
+from tests.testing.constant_engine import make_constant_engine
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run
 
 CAPACITY = 16
 DEMANDS = st.dictionaries(st.integers(0, 40), st.integers(0, 40), min_size=1, max_size=12)

@@ -19,7 +19,7 @@ from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
-from tests.engine.tiny_engine import make_request
+from tests.testing.tiny_engine import make_request
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, "float32")

@@ -20,7 +20,7 @@ from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.tiny_engine import CPU, make_engine, run
+from tests.testing.tiny_engine import CPU, make_engine, run
 
 EOS = 1
 SCHEMA = OutputFormat(

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.sequence_group import SequenceGroup
-from tests.engine.tiny_engine import make_request
+from tests.testing.tiny_engine import make_request
 
 
 def make_group(name: str = "r") -> SequenceGroup:

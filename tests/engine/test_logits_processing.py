@@ -26,8 +26,8 @@ from quire.engine.sequences.sampler import sample
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.tiny_engine import CPU, make_engine, make_prompt, run
-from tests.engine.tiny_engine import make_request as make_any_request
+from tests.testing.tiny_engine import CPU, make_engine, make_prompt, run
+from tests.testing.tiny_engine import make_request as make_any_request
 
 VOCAB_SIZE = 12
 EOS = frozenset({0})

@@ -12,7 +12,7 @@ from quire.engine.engine import Engine
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
-from tests.engine.constant_engine import TOKEN, make_constant_engine
+from tests.testing.constant_engine import TOKEN, make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 16, 256, 64
 NUM_STEPS, NUM_WARM_UP_STEPS, NUM_QUEUED = 1200, 200, 8

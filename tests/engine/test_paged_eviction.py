@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,20 +13,15 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.sequences.paged_eviction import importance
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence
-from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, run, run_in_order
-from tests.engine.tiny_engine import make_request as make_any_request
+from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, run, run_in_order
+from tests.testing.tiny_engine import make_request as make_any_request
 
 BUDGET = 64
 LoadTiny = Callable[[str], LoadedModel]
-
-
-@pytest.fixture(scope="module")
-def load(tiny_model: Callable[[str], Path]) -> LoadTiny:
-    return lambda architecture: load_model(str(tiny_model(architecture)), "float32", CPU)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
-from tests.engine.tiny_engine import make_engine, make_prompt, make_request, output
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, output
 
 LENGTHS = {"old": 28, "new": 40, "pushed": 40}
 """Prompt tokens of the requests in their order of arrival; a block has 16."""

@@ -20,7 +20,7 @@ from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
-from tests.engine.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, make_request, run
+from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, make_request, run
 
 
 @pytest.mark.parametrize("is_swapped", [True, False, None])

@@ -16,8 +16,8 @@ from quire.engine.weights.loader import load_model
 from quire.kernels.cpu.quantized_weight import quantize
 from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError
-from tests.engine.test_compiled_step import run
-from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run_in_order
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
+from tests.testing.tiny_models import generate_greedy
 
 CPU = torch.device("cpu")
 NUM_NEW = 48
@@ -31,19 +31,7 @@ def generate_dequantized(folder: Path, weight_dtype: str, prompts: list[list[int
             module.weight.data.copy_(quantize(module.weight.data, weight_dtype).unpack())
         elif type(module) is Conv1D:
             module.weight.data.copy_(quantize(module.weight.data.T, weight_dtype).unpack().T)
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        tokens = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=NUM_NEW,
-            max_new_tokens=NUM_NEW,
-            eos_token_id=None,
-        )
-        outputs.append(tokens[0, len(prompt) :].tolist())
-    return outputs
+    return [generate_greedy(model, prompt, NUM_NEW) for prompt in prompts]
 
 
 @pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
@@ -74,7 +62,7 @@ def test_a_program_gives_the_bits_of_the_modules(
     folder = make_random_model(architecture, tmp_path, tie_word_embeddings=True)
     model = load_model(str(folder), dtype, CPU, weight_dtype)
     assert model.recipe is not None
-    assert run(model, "auto") == run(replace(model, recipe=None), "auto")
+    assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
 def test_each_weight_dtype_is_another_model(tiny_model: Callable[[str], Path]) -> None:

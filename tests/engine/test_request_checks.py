@@ -11,7 +11,7 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.scheduling.request_checks import RequestChecks
 from quire.engine.sequences.block_tables import BlockTables
 from quire.kvindex.block_hash import block_hash
-from tests.engine.tiny_engine import BLOCK_SIZE, make_prompt, make_request
+from tests.testing.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
 def make_checks(num_blocks: int = 10, max_model_len: int = 1000, has_windows: bool = False) -> RequestChecks:

@@ -21,7 +21,7 @@ from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 from quire.engine.structured_output.logits_rules import LogitsRules, Mask
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.tiny_engine import CPU, Outputs, make_engine
+from tests.testing.tiny_engine import CPU, Outputs, make_engine
 
 EOS = 1
 Errors = dict[str, RequestFailedError]

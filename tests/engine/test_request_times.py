@@ -9,14 +9,14 @@ import pytest
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from quire.sampling.params import SamplingParams
-from tests.clock import Clock
-from tests.engine.constant_engine import make_constant_engine
+from tests.testing.constant_engine import make_constant_engine
+from tests.testing.manual_clock import ManualClock
 
 BLOCK_SIZE = 4
 
 
 @pytest.fixture
-def engine(clock: Clock) -> Engine:
+def engine(clock: ManualClock) -> Engine:
     return make_constant_engine(max_num_seqs=1, max_num_batched_tokens=8, clock=clock)
 
 
@@ -25,7 +25,7 @@ def prompt(name: str, length: int = 12, **options: Any) -> Sequence:
     return Sequence(name, [ord(name)] * length, length, params, b"", **options)
 
 
-def test_a_request_waits_until_its_first_step(engine: Engine, clock: Clock) -> None:
+def test_a_request_waits_until_its_first_step(engine: Engine, clock: ManualClock) -> None:
     first, second = prompt("a"), prompt("b")
     for clock.now, sequence in ((1.0, first), (2.0, second)):
         engine.add_request(sequence)
@@ -41,7 +41,7 @@ def test_a_request_waits_until_its_first_step(engine: Engine, clock: Clock) -> N
     assert second.queued_at == 2.0
 
 
-def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine, clock: Clock) -> None:
+def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine, clock: ManualClock) -> None:
     sequence = prompt("a")
     engine.transfers.accept(sequence)
     engine.transfers.reserve("a", lambda _: None)
@@ -53,7 +53,7 @@ def test_an_accepted_request_is_queued_when_its_blocks_are_there(engine: Engine,
     assert (sequence.queued_at, sequence.started_at) == (4.0, 6.0)
 
 
-def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: Clock) -> None:
+def test_the_oldest_pin_is_a_finished_prefill_or_a_lease(engine: Engine, clock: ManualClock) -> None:
     assert engine.oldest_pin_seconds == 0.0
     sequence = prompt("a", stops_after_prefill=True)
     engine.add_request(sequence)

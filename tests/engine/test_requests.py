@@ -16,7 +16,7 @@ from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.sequences.stop_rules import StopRules
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
-from tests.engine.tiny_engine import BLOCK_SIZE, make_prompt, make_request
+from tests.testing.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
 class Ledger:

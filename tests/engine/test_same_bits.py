@@ -12,7 +12,7 @@ import torch
 
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
 from quire.engine.weights.loader import LoadedModel, load_model
-from tests.engine.tiny_engine import make_engine, make_request
+from tests.testing.tiny_engine import make_engine, make_request
 
 NUM_PROMPT, NUM_NEW = 90, 40
 # Not gpt_oss: the sums of its experts depend on how many tokens of a step they get.

@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence
-from tests.engine.tiny_engine import make_request
+from tests.testing.tiny_engine import make_request
 
 
 @pytest.mark.parametrize("moves", ["swap_out", "swap_in", "copies", "promotions"])

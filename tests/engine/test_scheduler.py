@@ -18,7 +18,7 @@ from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.engine.tiny_engine import make_engine, make_prompt, make_request, run
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run
 
 BLOCK_SIZE = 4
 

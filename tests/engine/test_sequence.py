@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceStatus, TokenLogprobs
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
-from tests.engine.tiny_engine import make_request
+from tests.testing.tiny_engine import make_request
 
 SIZE = 4
 tokens = st.lists(st.integers(2, 5), min_size=1, max_size=30)

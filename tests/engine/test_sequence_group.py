@@ -14,7 +14,7 @@ from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
-from tests.engine.tiny_engine import BLOCK_SIZE, RecordingRunner, make_engine, make_prompt, make_request, run
+from tests.testing.tiny_engine import BLOCK_SIZE, RecordingRunner, make_engine, make_prompt, make_request, run
 
 
 @pytest.mark.parametrize("length", [1, 16, 40])

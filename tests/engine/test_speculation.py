@@ -21,7 +21,7 @@ from quire.engine.speculation.speculator import Acceptance, DraftRequest, Propos
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
-from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_request
+from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_request
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
 ROUNDED = ["gpt_oss"]

@@ -11,7 +11,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel
 from quire.models.random_model import make_random_model
-from tests.engine.tiny_engine import CPU
+from tests.testing.tiny_engine import CPU
 
 
 def test_another_vocabulary_is_refused(

@@ -21,7 +21,7 @@ from quire.engine.sequences.stop_rules import StopRules
 from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
-from tests.engine.tiny_engine import make_request
+from tests.testing.tiny_engine import make_request
 
 BLOCK_SIZE, VOCAB_SIZE, EOS = 4, 16, 1
 

@@ -12,19 +12,19 @@ from quire.engine.runner.step_watch import (
     StepWatch,
 )
 from quire.engine.sequences.schedule import StepKind
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 FULL, SINGLE = StepKind.of(512, 512 * 512), StepKind.of(1, 100)
 
 
-def wait(watch: StepWatch, clock: Clock, seconds: float) -> None:
+def wait(watch: StepWatch, clock: ManualClock, seconds: float) -> None:
     """Let time pass while the event loop looks."""
     for _ in range(round(seconds / TICK_SECONDS)):
         clock.now += TICK_SECONDS
         watch.observe()
 
 
-def test_a_step_that_does_not_end_is_stalled_and_then_stuck(clock: Clock) -> None:
+def test_a_step_that_does_not_end_is_stalled_and_then_stuck(clock: ManualClock) -> None:
     watch = StepWatch(60.0, clock=clock)
     watch.begin()
     wait(watch, clock, UNKNOWN_STALL_SECONDS - 1)
@@ -36,7 +36,7 @@ def test_a_step_that_does_not_end_is_stalled_and_then_stuck(clock: Clock) -> Non
     assert watch.is_stuck
 
 
-def test_steps_that_end_and_rest_are_no_stall(clock: Clock) -> None:
+def test_steps_that_end_and_rest_are_no_stall(clock: ManualClock) -> None:
     watch = StepWatch(60.0, clock=clock)
     for _ in range(5):
         watch.begin()
@@ -49,7 +49,7 @@ def test_steps_that_end_and_rest_are_no_stall(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("is_measured_at_start", [True, False])
-def test_a_slow_engine_may_take_its_time(clock: Clock, is_measured_at_start: bool) -> None:
+def test_a_slow_engine_may_take_its_time(clock: ManualClock, is_measured_at_start: bool) -> None:
     step_seconds = 7.0
     watch = StepWatch(60.0, {FULL: step_seconds} if is_measured_at_start else {}, clock)
     if not is_measured_at_start:
@@ -65,7 +65,7 @@ def test_a_slow_engine_may_take_its_time(clock: Clock, is_measured_at_start: boo
     assert watch.is_stuck
 
 
-def test_one_long_step_is_forgotten(clock: Clock) -> None:
+def test_one_long_step_is_forgotten(clock: ManualClock) -> None:
     watch = StepWatch(60.0, clock=clock)
     watch.begin()
     wait(watch, clock, 20)
@@ -78,7 +78,7 @@ def test_one_long_step_is_forgotten(clock: Clock) -> None:
     assert watch.is_stalled
 
 
-def test_a_process_that_was_stopped_itself_is_not_stalled(clock: Clock) -> None:
+def test_a_process_that_was_stopped_itself_is_not_stalled(clock: ManualClock) -> None:
     watch = StepWatch(5.0, clock=clock)
     watch.begin()
     watch.observe()
@@ -87,14 +87,14 @@ def test_a_process_that_was_stopped_itself_is_not_stalled(clock: Clock) -> None:
     assert not watch.is_stalled
 
 
-def run_step(watch: StepWatch, clock: Clock, kind: StepKind, seconds: float) -> None:
+def run_step(watch: StepWatch, clock: ManualClock, kind: StepKind, seconds: float) -> None:
     watch.begin()
     watch.plan(kind)
     wait(watch, clock, seconds)
     watch.end_step()
 
 
-def test_a_short_step_that_hangs_is_noticed_soon_although_others_are_long(clock: Clock) -> None:
+def test_a_short_step_that_hangs_is_noticed_soon_although_others_are_long(clock: ManualClock) -> None:
     watch = StepWatch(60.0, {FULL: 6.0}, clock)
     run_step(watch, clock, SINGLE, 0.1)
     watch.begin()
@@ -105,7 +105,7 @@ def test_a_short_step_that_hangs_is_noticed_soon_although_others_are_long(clock:
     assert not watch.is_stalled
 
 
-def test_a_step_of_a_new_kind_is_judged_by_the_next_larger_one(clock: Clock) -> None:
+def test_a_step_of_a_new_kind_is_judged_by_the_next_larger_one(clock: ManualClock) -> None:
     watch = StepWatch(60.0, {FULL: 1.0}, clock)
     run_step(watch, clock, StepKind.of(100, 5_000), 0.3)
     watch.begin()
@@ -117,7 +117,7 @@ def test_a_step_of_a_new_kind_is_judged_by_the_next_larger_one(clock: Clock) -> 
 
 
 @pytest.mark.parametrize("kind", [StepKind.of(1024, 512), StepKind.of(1, 1 << 30)])
-def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: Clock, kind: StepKind) -> None:
+def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: ManualClock, kind: StepKind) -> None:
     watch = StepWatch(60.0, {FULL: 0.1}, clock)
     watch.begin()
     watch.plan(kind)
@@ -127,7 +127,7 @@ def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: Clock, kind
     assert watch.is_stalled
 
 
-def test_the_time_of_a_long_step_does_not_count_for_the_next_one(clock: Clock) -> None:
+def test_the_time_of_a_long_step_does_not_count_for_the_next_one(clock: ManualClock) -> None:
     watch = StepWatch(60.0, {FULL: 3.0, SINGLE: 0.01}, clock)
     watch.begin()
     watch.plan(FULL)

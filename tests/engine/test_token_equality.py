@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.engine.model.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
-from tests.engine.tiny_engine import (
+from tests.testing.tiny_engine import (
     BLOCK_SIZE,
     RecordingRunner,
     make_engine,
     make_prompt,
     run_in_order,
 )
-from tests.engine.tiny_engine import make_request as make_any_request
+from tests.testing.tiny_engine import make_request as make_any_request
 
 NUM_NEW = 64
 Load = Callable[[str], LoadedModel]
@@ -33,31 +32,6 @@ PROMPT_LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 50, 100]
 
 def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
     return make_any_request(name, prompt, **{"temperature": 0.0, "max_tokens": NUM_NEW, **params})
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_model: Callable[[str], Path]) -> Expected:
-    """Return a function from (architecture, prompt) to the tokens of transformers' generate."""
-    models: dict[str, PreTrainedModel] = {}
-
-    def generate(architecture: str, prompt: list[int]) -> list[int]:
-        if architecture not in models:
-            models[architecture] = AutoModelForCausalLM.from_pretrained(
-                tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
-            )
-        ids = torch.tensor([prompt])
-        output = models[architecture].generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=NUM_NEW,
-            max_new_tokens=NUM_NEW,
-            eos_token_id=None,
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
-
-    return generate
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

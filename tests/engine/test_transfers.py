@@ -8,7 +8,7 @@ from quire.engine.engine import Engine
 from quire.engine.scheduling.transfers import num_transferred_tokens
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.sampling.params import SamplingParams
-from tests.engine.constant_engine import make_constant_engine
+from tests.testing.constant_engine import make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 

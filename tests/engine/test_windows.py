@@ -4,51 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from quire.engine.engine import Engine
 from quire.engine.errors import RequestTooLongError
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence
-from quire.engine.weights.loader import LoadedModel, load_model
-from tests.engine.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output
-from tests.engine.tiny_engine import make_request as make_any_request
+from quire.engine.weights.loader import LoadedModel
+from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
+from tests.testing.tiny_engine import make_request as make_any_request
 
 WINDOW, NUM_NEW = 24, 300
 make_windowed_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=64)
-Expected = Callable[[list[int]], list[int]]
+Expected = Callable[[str, list[int], int], list[int]]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> LoadedModel:
-    return load_model(str(tiny_model("mistral")), "float32", CPU)
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_model: Callable[[str], Path]) -> Expected:
-    """Return a function from a prompt to the tokens of transformers' generate."""
-    reference = AutoModelForCausalLM.from_pretrained(
-        tiny_model("mistral"), dtype=torch.float32, attn_implementation="eager"
-    )
-
-    def generate(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        generated = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=NUM_NEW,
-            max_new_tokens=NUM_NEW,
-            eos_token_id=None,
-        )
-        tokens: list[int] = generated[0, len(prompt) :].tolist()
-        return tokens
-
-    return generate
+@pytest.fixture
+def model(load: Callable[[str], LoadedModel]) -> LoadedModel:
+    return load("mistral")
 
 
 def make_request(name: str, length: int, prompt_seed: int = 0, **params: Any) -> Sequence:
@@ -74,9 +48,9 @@ def finish(engine: Engine) -> int:
     [("mistral", WINDOW), ("llama", None), ("gemma2", None), ("gemma3", None), ("gpt_oss", None)],
 )
 def test_the_window_is_what_every_layer_forgets(
-    tiny_model: Callable[[str], Path], architecture: str, window: int | None
+    load: Callable[[str], LoadedModel], architecture: str, window: int | None
 ) -> None:
-    assert load_model(str(tiny_model(architecture)), "float32", CPU).window == window
+    assert load(architecture).window == window
 
 
 @pytest.mark.parametrize("length", [1, 40, 150])
@@ -86,7 +60,7 @@ def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: Expected,
     request = make_request("r", length)
     engine.add_request(request)
     assert finish(engine) <= 8
-    assert output(request) == expected(request.token_ids[:length])
+    assert output(request) == expected("mistral", request.token_ids[:length], NUM_NEW)
 
 
 def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
@@ -110,7 +84,7 @@ def test_preempted_windows_come_back(model: LoadedModel, expected: Expected, is_
     finish(engine)
     assert engine.preemption.counts[not is_swapped] > 0
     for request in requests:
-        assert output(request) == expected(request.token_ids[: request.num_prompt_tokens])
+        assert output(request) == expected("mistral", request.token_ids[: request.num_prompt_tokens], NUM_NEW)
 
 
 def test_samples_share_a_window(model: LoadedModel) -> None:
@@ -143,7 +117,7 @@ def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(
     assert second.num_cached_tokens == 149
     assert len(second.held_blocks) < 9
     finish(engine)
-    assert output(first) == output(second) == expected(first.token_ids[:150])
+    assert output(first) == output(second) == expected("mistral", first.token_ids[:150], NUM_NEW)
 
 
 def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expected) -> None:
@@ -167,7 +141,7 @@ def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expecte
     prefill.abort("r")
     prefill.check_conservation()
     assert finish(decode) <= 4
-    assert output(here) == expected(here.token_ids[:150])
+    assert output(here) == expected("mistral", here.token_ids[:150], NUM_NEW)
     assert decode.pool.counts.cached == 0  # no prompt can find blocks without those before them
 
 

@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kvindex.circuit_breaker import BreakerState, CircuitBreaker
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 MAX_FAILURES, OPEN_SECONDS = 3, 10.0
 
 
-def breaker(clock: Clock) -> CircuitBreaker:
+def breaker(clock: ManualClock) -> CircuitBreaker:
     return CircuitBreaker(MAX_FAILURES, OPEN_SECONDS, clock)
 
 
 def test_it_opens_after_so_many_failures_in_a_row() -> None:
-    clock = Clock(50.0)
+    clock = ManualClock()
     guard = breaker(clock)
     for _ in range(2):
         assert [guard.failed() for _ in range(MAX_FAILURES - 1)] == [False] * (MAX_FAILURES - 1)
@@ -27,7 +27,7 @@ def test_it_opens_after_so_many_failures_in_a_row() -> None:
 
 
 def test_while_it_is_open_it_admits_one_trial_each_time() -> None:
-    clock = Clock(50.0)
+    clock = ManualClock()
     guard = breaker(clock)
     for _ in range(MAX_FAILURES):
         guard.failed()
@@ -48,7 +48,7 @@ def test_while_it_is_open_it_admits_one_trial_each_time() -> None:
 
 @given(steps=st.lists(st.sampled_from(["fail", "succeed", "wait"]), max_size=60))
 def test_it_refuses_only_after_failures_and_never_for_long(steps: list[str]) -> None:
-    clock = Clock(50.0)
+    clock = ManualClock()
     guard = breaker(clock)
     num_failed, refused_since = 0, None
     for step in steps:

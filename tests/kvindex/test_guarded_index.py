@@ -27,7 +27,7 @@ from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.services.local.redis_process import RedisProcess
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
 
@@ -52,7 +52,7 @@ class Guarded:
     """A guarded and instrumented index, and what it reports."""
 
     def __init__(self) -> None:
-        self.clock, self.inner, self.registry = Clock(100.0), ScriptedIndex(), CollectorRegistry()
+        self.clock, self.inner, self.registry = ManualClock(), ScriptedIndex(), CollectorRegistry()
         self.breaker = CircuitBreaker(clock=self.clock)
         metrics = IndexMetrics(self.registry, self.breaker)
         self.index = GuardedIndex(InstrumentedIndex(self.inner, metrics), self.breaker, metrics.fallback)
@@ -133,7 +133,7 @@ async def test_a_redis_that_hangs_costs_only_the_budget(
     lease = redis_backend.lease()
     await lease.join(record("a"))
     await lease.publish(HASHES)
-    clock, fallbacks = Clock(100.0), list[Fallback]()
+    clock, fallbacks = ManualClock(), list[Fallback]()
     client = reader_client(redis_process.router_url)
     index = GuardedIndex(RedisIndex(client), CircuitBreaker(clock=clock), fallbacks.append)
     try:

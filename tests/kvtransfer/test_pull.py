@@ -24,7 +24,7 @@ from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 WAIT_SECONDS = 10.0
 # One block is 2 MiB: each is a message of its own.
@@ -85,7 +85,7 @@ class Holder:
     address: str
     source: Blocks
     leases: BlockLeases
-    clock: Clock
+    clock: ManualClock
     registry: CollectorRegistry
     channels: ChannelPool = field(default_factory=ChannelPool)
 
@@ -113,7 +113,7 @@ class Holder:
 async def holder() -> AsyncIterator[Holder]:
     server = grpc.aio.server(options=[("grpc.max_send_message_length", 16 << 20)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    source, clock, registry = Blocks(), Clock(100.0), CollectorRegistry()
+    source, clock, registry = Blocks(), ManualClock(), CollectorRegistry()
     metrics = TransferMetrics(registry)
     leases = BlockLeases(source, metrics, max_blocks=MAX_LENT, clock=clock)
     kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server(KvPullServicer(leases, metrics), server)

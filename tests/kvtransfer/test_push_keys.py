@@ -16,7 +16,7 @@ from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
 from quire.rpc.proof import ANSWER_KEY, CHALLENGE_KEY, Caller, answer_proof
-from tests.kvtransfer.transport_pair import LAYOUT, RECEIVER_EPOCH, WAIT_SECONDS
+from tests.testing.transport_pair import LAYOUT, RECEIVER_EPOCH, WAIT_SECONDS
 
 SECRET = b"secret"
 KEYS = b"keys"

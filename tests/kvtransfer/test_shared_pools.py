@@ -30,7 +30,7 @@ from quire.kvtransfer.transports.pool_socket import (
 from quire.kvtransfer.transports.shared import PeerPool, SharedPools
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
-from tests.kvtransfer.transport_pair import (
+from tests.testing.transport_pair import (
     SENDER_EPOCH,
     WAIT_SECONDS,
     Pair,

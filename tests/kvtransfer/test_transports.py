@@ -32,7 +32,7 @@ from quire.kvtransfer.transports.shared import SharedPools
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
-from tests.kvtransfer.transport_pair import (
+from tests.testing.transport_pair import (
     ATTEMPT,
     LAYOUT,
     NUM_BLOCKS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire.llm import LLM
-from quire.models.random_model import make_random_model
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model("llama", tmp_path_factory.mktemp("llama"))
+def tiny_folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama")
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from quire.engine.ranks.settings import check_device
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
-from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError
 
 _SIZES = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
@@ -42,18 +41,9 @@ def _restored_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def model(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
     """Return a function that makes a tiny model of an architecture, once for each of its arguments."""
-    made: dict[Any, Path] = {}
-
-    def make(architecture: str, **overrides: Any) -> Path:
-        key = architecture, *sorted(overrides.items())
-        if key not in made:
-            folder = tmp_path_factory.mktemp(architecture)
-            made[key] = make_random_model(architecture, folder, **{**_SIZES, **overrides})
-        return made[key]
-
-    return make
+    return lambda architecture, **sizes: tiny_model(architecture, **{**_SIZES, **sizes})
 
 
 def start(folder: Path, num_ranks: int, dtype: Any = "float32", **settings: Any) -> LLM:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.routing.history import PrefixHistory
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 WORKERS = "ab"
 # A prompt is a path from the root of a small tree. Its k-th hash says how it got there.
@@ -28,7 +28,7 @@ def hashes(path: str) -> list[bytes]:
 def test_without_a_limit_it_equals_a_list_of_what_was_sent(
     prompts: list[tuple[str, str, int]], asked: str, max_age: int
 ) -> None:
-    clock = Clock()
+    clock = ManualClock()
     history = PrefixHistory(clock)
     sent_at: dict[tuple[str, bytes], float] = {}
     for worker, path, seconds in prompts:
@@ -42,7 +42,7 @@ def test_without_a_limit_it_equals_a_list_of_what_was_sent(
 
 @given(prompts=st.lists(paths, min_size=1, max_size=15), max_blocks=st.integers(0, 8))
 def test_no_more_is_remembered_than_the_pool_holds(prompts: list[str], max_blocks: int) -> None:
-    history = PrefixHistory(Clock())
+    history = PrefixHistory(ManualClock())
     for path in prompts:
         history.note("a", hashes(path), max_blocks)
     tree = {each for path in prompts for each in hashes(path)}
@@ -53,7 +53,7 @@ def test_no_more_is_remembered_than_the_pool_holds(prompts: list[str], max_block
 
 
 def test_a_worker_that_left_is_forgotten_and_others_are_not() -> None:
-    history = PrefixHistory(Clock())
+    history = PrefixHistory(ManualClock())
     for worker in WORKERS:
         history.note(worker, hashes("xyx"), 10)
     history.forget("a")

@@ -22,7 +22,7 @@ from quire.routing.placement import (
 from quire.routing.policy import CandidateWorker
 from quire.routing.pulls import Blocks
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 BLOCKS = Blocks(16, 1 << 20)
 LENGTH = 1600
@@ -45,7 +45,7 @@ def prompt(
 class Cluster:
     """Two prefill workers and a decode worker, and a planner for them."""
 
-    def __init__(self, clock: Clock, **config: object) -> None:
+    def __init__(self, clock: ManualClock, **config: object) -> None:
         self.clock = clock
         self.planner = Planner(PolicyConfig(**config), BLOCKS, clock, Random(0))  # type: ignore[arg-type]
         self.prefill = {name: worker(name) for name in ("p1", "p2")}
@@ -65,12 +65,12 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(clock: Clock) -> Cluster:
+def cluster(clock: ManualClock) -> Cluster:
     return Cluster(clock)
 
 
 @pytest.fixture
-def apart(clock: Clock) -> Cluster:
+def apart(clock: ManualClock) -> Cluster:
     """Return a cluster whose decode worker computes no prompts."""
     return Cluster(clock, local_prefill_tokens=0)
 
@@ -78,7 +78,7 @@ def apart(clock: Clock) -> Cluster:
 # --- rates --------------------------------------------------------------------------------------------------
 
 
-def test_a_rate_follows_what_is_measured_and_large_work_counts_more(clock: Clock) -> None:
+def test_a_rate_follows_what_is_measured_and_large_work_counts_more(clock: ManualClock) -> None:
     rates = Rates(5.0, clock)
     assert rates.get("a") == 5.0
     rates.add("a", 10.0, 1.0)
@@ -88,7 +88,7 @@ def test_a_rate_follows_what_is_measured_and_large_work_counts_more(clock: Clock
     assert rates.get("b") == pytest.approx(20.0, rel=0.02)
 
 
-def test_a_slow_worker_is_forgiven_with_time(clock: Clock) -> None:
+def test_a_slow_worker_is_forgiven_with_time(clock: ManualClock) -> None:
     rates = Rates(5.0, clock)
     for _ in range(20):
         rates.add("fast", 100.0, 1.0)
@@ -100,7 +100,7 @@ def test_a_slow_worker_is_forgiven_with_time(clock: Clock) -> None:
     assert rates.get("slow") == rates.get("unknown")
 
 
-def test_what_is_not_usual_says_nothing_about_the_others(clock: Clock) -> None:
+def test_what_is_not_usual_says_nothing_about_the_others(clock: ManualClock) -> None:
     rates = Rates(100.0, clock)
     rates.add("a", 1.0, 1.0, is_usual=False)
     assert rates.get("a") == pytest.approx(1.0, rel=0.3)
@@ -110,7 +110,7 @@ def test_what_is_not_usual_says_nothing_about_the_others(clock: Clock) -> None:
 # --- history ------------------------------------------------------------------------------------------------
 
 
-def test_a_history_knows_the_common_beginning_for_a_while(clock: Clock) -> None:
+def test_a_history_knows_the_common_beginning_for_a_while(clock: ManualClock) -> None:
     history = PrefixHistory(clock)
     history.note("a", hashes(0, 10), 100)
     assert history.num_cached("a", hashes(0, 6) + hashes(1, 5), 1.0) == 6
@@ -125,7 +125,7 @@ def test_a_history_knows_the_common_beginning_for_a_while(clock: Clock) -> None:
     assert history.num_cached("a", hashes(0), 3.0) == 0
 
 
-def test_a_history_forgets_the_oldest_leaves_first(clock: Clock) -> None:
+def test_a_history_forgets_the_oldest_leaves_first(clock: ManualClock) -> None:
     history = PrefixHistory(clock)
     history.note("a", hashes(0, 10), 12)
     history.note("a", hashes(1, 6), 12)
@@ -261,7 +261,7 @@ def test_without_decode_workers_there_is_no_placement(cluster: Cluster) -> None:
 # --- answers to come ----------------------------------------------------------------------------------------
 
 
-def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock) -> None:
+def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: ManualClock) -> None:
     cluster = Cluster(clock)
     cluster.decode = [worker("small", 150), worker("large", 200, resident_tokens=1200)]
     # Of 2,400 tokens the prompt and two answers leave nothing to the smaller pool.
@@ -276,7 +276,7 @@ def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: Clock)
     assert cluster.place(grows).decode.worker_id == "large"
 
 
-def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) -> None:
+def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: ManualClock) -> None:
     cluster = Cluster(clock, local_prefill_tokens=0)
     cluster.decode = [worker(name) for name in ("d1", "d2", "d3")]
     placements = [cluster.place(PlannedPrompt(5, [], {})) for _ in range(300)]
@@ -288,7 +288,7 @@ def test_chance_breaks_the_ties_of_prompts_of_less_than_a_block(clock: Clock) ->
         assert min(names.values()) > 0.7 * 300 / count
 
 
-def test_a_prompt_that_would_be_late_is_not_placed(clock: Clock) -> None:
+def test_a_prompt_that_would_be_late_is_not_placed(clock: ManualClock) -> None:
     planner = Planner(PolicyConfig(), BLOCKS, clock, Random(0))
     busy = worker("d", pending_tokens=50_000)
     late = prompt()._replace(max_seconds=5.0)

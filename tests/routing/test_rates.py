@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.routing.rates import HALF_LIFE_SECONDS, Rates
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 INITIAL = 100.0
 
@@ -24,7 +24,7 @@ pieces = st.lists(
 def test_a_rate_is_between_the_slowest_and_the_fastest_piece(
     pieces: list[tuple[str, float, float, float]],
 ) -> None:
-    clock = Clock()
+    clock = ManualClock()
     rates = Rates(INITIAL, clock)
     measured = []
     for name, amount, seconds, wait in pieces:
@@ -36,14 +36,14 @@ def test_a_rate_is_between_the_slowest_and_the_fastest_piece(
 
 
 def test_nothing_measured_is_the_initial_rate() -> None:
-    rates = Rates(INITIAL, Clock())
+    rates = Rates(INITIAL, ManualClock())
     assert rates.get("a") == INITIAL
     rates.add("a", 10.0, 0.0)
     assert rates.get("a") == rates.get("b") == INITIAL, "no time was taken, so nothing is known"
 
 
 def test_the_newest_measurements_count_most() -> None:
-    rates = Rates(INITIAL, Clock())
+    rates = Rates(INITIAL, ManualClock())
     for rate in (10.0, 1000.0):
         for _ in range(30):
             rates.add("a", rate, 1.0)
@@ -51,7 +51,7 @@ def test_the_newest_measurements_count_most() -> None:
 
 
 def test_with_time_a_worker_is_taken_for_an_average_one() -> None:
-    clock = Clock()
+    clock = ManualClock()
     rates = Rates(INITIAL, clock)
     rates.add("fast", 1000.0, 1.0)
     rates.add("slow", 10.0, 1.0)
@@ -66,7 +66,7 @@ def test_with_time_a_worker_is_taken_for_an_average_one() -> None:
 
 
 def test_an_unusual_piece_counts_only_for_its_own_worker() -> None:
-    rates = Rates(INITIAL, Clock())
+    rates = Rates(INITIAL, ManualClock())
     rates.add("a", 1.0, 1.0, is_usual=False)
     assert rates.get("b") == INITIAL
     assert rates.get("a") < INITIAL / 2

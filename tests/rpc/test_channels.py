@@ -13,13 +13,13 @@ import pytest
 
 from quire.rpc.channels import IDLE_SECONDS, ChannelPool
 from quire.rpc.proof import Peer
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 SHUTDOWN = grpc.ChannelConnectivity.SHUTDOWN
 
 
 @pytest.fixture
-async def pool(clock: Clock) -> AsyncIterator[ChannelPool]:
+async def pool(clock: ManualClock) -> AsyncIterator[ChannelPool]:
     channels = ChannelPool(clock=clock)
     yield channels
     await channels.close()
@@ -68,7 +68,7 @@ async def say(peer: Peer) -> bytes:
 
 
 async def test_a_channel_is_closed_some_minutes_after_its_last_user(
-    pool: ChannelPool, clock: Clock, may_answer: asyncio.Event
+    pool: ChannelPool, clock: ManualClock, may_answer: asyncio.Event
 ) -> None:
     async with echoing(may_answer) as address:
         with pool.peer(address, "a") as first:
@@ -87,7 +87,7 @@ async def test_a_channel_is_closed_some_minutes_after_its_last_user(
 
 
 async def test_a_call_under_way_is_not_cut(
-    pool: ChannelPool, clock: Clock, may_answer: asyncio.Event
+    pool: ChannelPool, clock: ManualClock, may_answer: asyncio.Event
 ) -> None:
     may_answer.clear()
     async with echoing(may_answer) as address:

@@ -15,7 +15,7 @@ from quire.kvtransfer.transports import nixl
 from quire.kvtransfer.transports.interface import OwnPool
 from quire.kvtransfer.transports.nixl import NixlPools, open_transports
 from quire.protos import kvtransfer_pb2 as pb
-from tests.kvtransfer.transport_pair import running_pair
+from tests.testing.transport_pair import running_pair
 
 POOL = OwnPool("epoch", 0, 0, "cpu", is_divided=False, has_secret=True, has_tls=False)
 

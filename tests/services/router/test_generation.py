@@ -29,27 +29,9 @@ from quire.rpc.errors import (
 )
 from quire.services.router.app import run_router
 from quire.services.router.config import RouterConfig
+from tests.testing.fake_worker import PROMPT, generation, ids_of, stream, text_of
 
 TEXT = "hello world, stop here"
-PROMPT = "say hello world, stop here"
-"""Longer than a block, so that its workers are always the same."""
-
-
-def generation(text: str = PROMPT, **stopping: Any) -> pb.Generation:
-    return pb.Generation(text=text, stopping=pb.StoppingParams(**stopping), request_id="test")
-
-
-async def stream(stub: Any, **stopping: Any) -> list[pb.GenerateStreamResponse]:
-    request = pb.GenerateStreamRequest(generation=generation(**stopping))
-    return [response async for response in stub.GenerateStream(request, timeout=10)]
-
-
-def text_of(responses: list[pb.GenerateStreamResponse]) -> str:
-    return "".join(response.text for response in responses)
-
-
-def ids_of(responses: list[pb.GenerateStreamResponse]) -> list[int]:
-    return [token_id for response in responses for token_id in response.token_ids]
 
 
 def callers(cluster: Any, role: str) -> list[Any]:

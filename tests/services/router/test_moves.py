@@ -14,8 +14,8 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.router.migration import copies
+from tests.testing.fake_worker import PROMPT, ids_of
 
-PROMPT = "say hello world, stop here"
 SECONDS = 10.0
 
 
@@ -29,10 +29,6 @@ def ask(stub: Any, **sampling: Any) -> asyncio.Task[list[pb.GenerateStreamRespon
         return [response async for response in stub.GenerateStream(request, timeout=SECONDS)]
 
     return asyncio.create_task(read())
-
-
-def ids_of(responses: list[pb.GenerateStreamResponse], index: int = 0) -> list[int]:
-    return [token_id for each in responses if each.index == index for token_id in each.token_ids]
 
 
 async def until(condition: Callable[[], bool]) -> None:

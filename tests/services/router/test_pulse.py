@@ -17,6 +17,7 @@ from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
+from tests.testing.manual_clock import ManualClock
 
 
 def silences(pulse: Pulse, *lengths: float) -> list[bool]:
@@ -48,16 +49,6 @@ def test_past_lateness_is_forgotten() -> None:
     assert silences(Pulse(), 1.5, *[0.4] * 50, 3.0)[-1]
 
 
-class Time:
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Unreachable:
     """Opens channels to workers; once cut off, new ones lead nowhere."""
 
@@ -68,34 +59,36 @@ class Unreachable:
         return grpc.aio.insecure_channel("127.0.0.1:1" if self.is_cut_off else address, **options)
 
 
-async def two_workers(cluster: Any, time: Time, connect: Unreachable) -> tuple[WorkerSet, Worker, Worker]:
+async def two_workers(
+    cluster: Any, clock: ManualClock, connect: Unreachable
+) -> tuple[WorkerSet, Worker, Worker]:
     addresses = [(await cluster.add(name, "decode", pause_before_token=0)).server.address for name in "ab"]
-    workers = WorkerSet(StaticMembership(addresses), connect=connect, clock=time)
+    workers = WorkerSet(StaticMembership(addresses), connect=connect, clock=clock)
     await workers.refresh()
     first, second = workers.live("decode")
     return workers, first, second
 
 
-def pass_silently(workers: WorkerSet, time: Time, seconds: float, *punctual: Worker) -> None:
+def pass_silently(workers: WorkerSet, clock: ManualClock, seconds: float, *punctual: Worker) -> None:
     """Let time pass in which only some workers report."""
     for _ in range(round(seconds / TICK_SECONDS)):
-        time.now += TICK_SECONDS
+        clock.now += TICK_SECONDS
         for worker in punctual:
             worker.health.heard()
         workers.listen()
 
 
 async def test_the_calls_of_a_silent_worker_end_and_no_suspicion_is_left(cluster: Any) -> None:
-    time, connect = Time(), Unreachable()
-    workers, first, second = await two_workers(cluster, time, connect)
+    clock, connect = ManualClock(), Unreachable()
+    workers, first, second = await two_workers(cluster, clock, connect)
     async with asyncio.timeout(20), background() as spawn, WorkerCalls("r", 0, spawn, free_charge()) as calls:
         sequence = worker_pb2.Sequence(sequence_id="r", token_ids=[5])
         calls.start(first, first.stub.Decode(worker_pb2.DecodeRequest(sequence=sequence)))
         assert (await calls.next()).message is not None
         connect.is_cut_off = True
-        pass_silently(workers, time, LATE_SECONDS + TICK_SECONDS, second)
+        pass_silently(workers, clock, LATE_SECONDS + TICK_SECONDS, second)
         assert (first.health.has_symptom, workers.serving("decode")) == (True, [first, second])
-        pass_silently(workers, time, LEAST_LIMIT_SECONDS, second)
+        pass_silently(workers, clock, LEAST_LIMIT_SECONDS, second)
         assert workers.serving("decode") == [second]
         error = (await calls.next()).error
         assert error is not None
@@ -104,28 +97,28 @@ async def test_the_calls_of_a_silent_worker_end_and_no_suspicion_is_left(cluster
 
 
 async def test_workers_that_are_silent_together_are_not_set_aside(cluster: Any) -> None:
-    time, connect = Time(), Unreachable()
-    workers, first, second = await two_workers(cluster, time, connect)
+    clock, connect = ManualClock(), Unreachable()
+    workers, first, second = await two_workers(cluster, clock, connect)
     connect.is_cut_off = True
-    pass_silently(workers, time, 10 * LEAST_LIMIT_SECONDS)
+    pass_silently(workers, clock, 10 * LEAST_LIMIT_SECONDS)
     assert workers.serving("decode") == [first, second]
     await workers.close()
 
 
 async def test_a_late_router_does_not_set_workers_aside(cluster: Any) -> None:
-    time, connect = Time(), Unreachable()
-    workers, first, second = await two_workers(cluster, time, connect)
-    time.now += 100.0
+    clock, connect = ManualClock(), Unreachable()
+    workers, first, second = await two_workers(cluster, clock, connect)
+    clock.now += 100.0
     workers.listen()
     assert (first.health.has_symptom, second.health.has_symptom) == (False, False)
     await workers.close()
 
 
 async def test_a_worker_that_can_be_reached_is_alive_without_reports(cluster: Any) -> None:
-    time = Time()
-    workers, first, second = await two_workers(cluster, time, Unreachable())
+    clock = ManualClock()
+    workers, first, second = await two_workers(cluster, clock, Unreachable())
     async with asyncio.timeout(20):
-        pass_silently(workers, time, LATE_SECONDS + TICK_SECONDS, second)
+        pass_silently(workers, clock, LATE_SECONDS + TICK_SECONDS, second)
         assert first.health.has_symptom
         while first.health.has_symptom:
             await asyncio.sleep(0)

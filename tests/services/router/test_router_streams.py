@@ -10,8 +10,7 @@ import pytest
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import Unavailable
-from tests.services.router.conftest import Cluster, FakeWorker
-from tests.services.router.test_generation import ids_of, stream
+from tests.testing.fake_worker import Cluster, FakeWorker, ids_of, stream
 
 WAIT_SECONDS = 10.0
 

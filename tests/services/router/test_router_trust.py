@@ -17,7 +17,7 @@ from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker_set import WorkerSet
-from tests.decodes import StreamingWorker
+from tests.testing.decodes import StreamingWorker
 
 SECRET = b"the secret of the cluster"
 

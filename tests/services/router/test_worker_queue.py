@@ -19,6 +19,7 @@ from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution.generation import MAX_RETRIES
 from quire.services.router.workers.queue import WorkerQueue
+from tests.testing.fake_worker import ids_of
 
 SECONDS = 10.0
 WAITING = "quire_router_requests_waiting"
@@ -94,10 +95,6 @@ async def stream(stub: Any, name: str, seconds: float = SECONDS) -> list[pb.Gene
     return [response async for response in call]
 
 
-def tokens_of(responses: list[pb.GenerateStreamResponse]) -> list[int]:
-    return [token_id for response in responses for token_id in response.token_ids]
-
-
 async def gone(cluster: Any, worker: Any) -> None:
     """Let a worker say that it does not serve once the router has served, and wait until the router knows."""
     async with asyncio.timeout(SECONDS):
@@ -123,7 +120,7 @@ async def test_requests_wait_and_reach_the_worker_in_their_order(cluster: Any) -
         await until_waiting(cluster, number + 1)
     await worker.serve_again()
     for responses in await asyncio.gather(*asking):
-        assert tokens_of(responses) == cluster.script.answer
+        assert ids_of(responses) == cluster.script.answer
         assert responses[-1].usage.retries == 0
     assert [call.sequence.sequence_id[:2] for call in worker.calls] == ["r0", "r1", "r2"]
     assert cluster.metric(WAITING) == 0
@@ -146,7 +143,7 @@ async def test_a_client_that_leaves_frees_its_place(cluster: Any) -> None:
     asking = asyncio.create_task(stream(stub, "stays"))
     await until_waiting(cluster, 1)
     await worker.serve_again()
-    assert tokens_of(await asking) == cluster.script.answer
+    assert ids_of(await asking) == cluster.script.answer
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,7 @@ async def test_requests_wait_for_the_first_worker(cluster: Any) -> None:
         asking = asyncio.create_task(stream(pb_grpc.GenerationServiceStub(channel), "r"))
         await until_waiting(cluster, 1)
         await worker.serve_again()
-        assert tokens_of(await asking) == cluster.script.answer
+        assert ids_of(await asking) == cluster.script.answer
     await starting
 
 
@@ -198,7 +195,7 @@ async def test_failures_that_leave_no_worker_use_up_no_retries(
 
     monkeypatch.setattr(worker, "_before_token", refuse)
     responses = await stream(await cluster.start(), "r")
-    assert tokens_of(responses) == cluster.script.answer
+    assert ids_of(responses) == cluster.script.answer
     assert responses[-1].usage.retries == 2 * MAX_RETRIES
 
 
@@ -215,7 +212,7 @@ async def test_a_worker_that_refused_gets_nothing_until_it_has_answered(cluster:
     assert len(worker.calls) == 1
     assert cluster.running.workers.serving("decode") == []
     worker.answers_probes.set()
-    assert tokens_of(await asking) == cluster.script.answer
+    assert ids_of(await asking) == cluster.script.answer
     assert len(worker.calls) == 2
 
 
@@ -261,5 +258,5 @@ async def test_a_router_that_stops_serves_those_that_wait(cluster: Any) -> None:
         await stream(stub, "late")
     assert not finishing.done()
     await worker.serve_again()
-    assert tokens_of(await asking) == cluster.script.answer
+    assert ids_of(await asking) == cluster.script.answer
     await asyncio.wait_for(finishing, SECONDS)

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 
 from quire.services.worker.requests.format_queue import HALF_LIFE_SECONDS, FormatQueue
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 
 @pytest.fixture
-def queue(clock: Clock) -> Iterator[FormatQueue]:
+def queue(clock: ManualClock) -> Iterator[FormatQueue]:
     queue = FormatQueue(clock)
     yield queue
     queue.close()
@@ -23,7 +23,7 @@ def queue(clock: Clock) -> Iterator[FormatQueue]:
 class Jobs:
     """Makes jobs that note their names in the order in which they run, once they are released."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         self.names: list[str] = []
         self.is_released = threading.Event()
         self._clock = clock
@@ -44,7 +44,7 @@ async def enqueue(queue: FormatQueue, client: str, work: Callable[[], str]) -> a
     return task
 
 
-async def test_a_newcomer_waits_only_for_the_format_under_way(queue: FormatQueue, clock: Clock) -> None:
+async def test_a_newcomer_waits_only_for_the_format_under_way(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     tasks = [await enqueue(queue, "a", jobs.job(f"a{index}")) for index in range(4)]
     tasks += [await enqueue(queue, "b", jobs.job(f"b{index}", 0.1)) for index in range(2)]
@@ -53,7 +53,7 @@ async def test_a_newcomer_waits_only_for_the_format_under_way(queue: FormatQueue
     assert jobs.names == ["a0", "b0", "b1", "a1", "a2", "a3"]
 
 
-async def test_tenants_with_equally_costly_formats_take_turns(queue: FormatQueue, clock: Clock) -> None:
+async def test_tenants_with_equally_costly_formats_take_turns(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     tasks = [await enqueue(queue, client, jobs.job(client)) for client in "aaaabbbb"]
     jobs.is_released.set()
@@ -61,7 +61,7 @@ async def test_tenants_with_equally_costly_formats_take_turns(queue: FormatQueue
     assert sorted(jobs.names[:2]) == sorted(jobs.names[2:4]) == sorted(jobs.names[4:6]) == ["a", "b"]
 
 
-async def test_seconds_used_long_ago_are_forgotten(queue: FormatQueue, clock: Clock) -> None:
+async def test_what_was_used_long_ago_is_forgotten(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     jobs.is_released.set()
     await queue.run("a", jobs.job("past", 8.0))
@@ -75,7 +75,7 @@ async def test_seconds_used_long_ago_are_forgotten(queue: FormatQueue, clock: Cl
     assert jobs.names[2:] == ["c", "a", "b"]
 
 
-async def test_a_cancelled_request_is_removed_from_the_queue(queue: FormatQueue, clock: Clock) -> None:
+async def test_a_cancelled_request_leaves_the_queue(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     running = await enqueue(queue, "a", jobs.job("running"))
     waiting = await enqueue(queue, "b", jobs.job("waiting"))
@@ -88,7 +88,7 @@ async def test_a_cancelled_request_is_removed_from_the_queue(queue: FormatQueue,
     assert jobs.names == ["running", "last"]
 
 
-async def test_an_error_of_a_format_reaches_its_request_only(queue: FormatQueue, clock: Clock) -> None:
+async def test_an_error_of_a_format_reaches_its_request_only(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     jobs.is_released.set()
 

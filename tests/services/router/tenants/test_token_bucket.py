@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.services.router.tenants.token_bucket import TokenBucket
-from tests.clock import Clock
+from tests.testing.manual_clock import ManualClock
 
 ROUNDING = 1e-3
 pauses = st.floats(0, 100, allow_nan=False)
@@ -16,7 +16,7 @@ pauses = st.floats(0, 100, allow_nan=False)
 
 @given(st.integers(1, 10_000), st.lists(st.tuples(pauses, st.floats(0, 1)), max_size=40))
 def test_no_time_brings_more_than_its_due(per_minute: int, calls: list[tuple[float, float]]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     bucket = TokenBucket(per_minute, clock)
     taken: list[tuple[float, int]] = []
     for pause, share in calls:
@@ -36,7 +36,7 @@ def test_no_time_brings_more_than_its_due(per_minute: int, calls: list[tuple[flo
     st.integers(1, 20_000),
 )
 def test_the_wait_is_exact(per_minute: int, spent: list[tuple[float, int]], wanted: int) -> None:
-    clock = Clock()
+    clock = ManualClock()
     bucket = TokenBucket(per_minute, clock)
     for pause, num_tokens in spent:
         clock.now += pause
@@ -49,7 +49,7 @@ def test_the_wait_is_exact(per_minute: int, spent: list[tuple[float, int]], want
 
 
 def test_debt_is_paid_first_and_more_than_the_capacity_goes_when_full() -> None:
-    clock = Clock()
+    clock = ManualClock()
     bucket = TokenBucket(60, clock)
     assert bucket.wait_seconds(600) == 0
     bucket.spend(600)

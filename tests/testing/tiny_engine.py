@@ -105,3 +105,37 @@ def run_in_order(engine: Engine, *requests: Sequence) -> list[list[int]]:
 def output(sequence: Sequence) -> list[int]:
     """Return the tokens after a sequence's prompt."""
     return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def run_mixed(model: LoadedModel, kv_cache_dtype: str, block_size: int = 16) -> list[object]:
+    """Return the tokens and logprobs of requests that share steps, and of the prompts of some of them."""
+    # Without logprobs of prompts, a step needs the logits of one token of each sequence.
+    return [
+        *_run_mixed(model, kv_cache_dtype, block_size, 2),
+        *_run_mixed(model, kv_cache_dtype, block_size),
+    ]
+
+
+def _run_mixed(
+    model: LoadedModel, kv_cache_dtype: str, block_size: int, num_prompt_logprobs: int | None = None
+) -> list[object]:
+    memory = KvMemory(model.kv_shape(block_size, kv_cache_dtype), 256, CPU)
+    limits = SchedulerConfig(block_size, max_num_seqs=16, max_num_batched_tokens=37)
+    engine = Engine(model, memory, limits, block_hash)
+    params = SamplingParams(
+        temperature=0.8,
+        seed=3,
+        max_tokens=20,
+        ignore_eos=True,
+        num_logprobs=3,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+    sequences = []
+    for index, length in enumerate((1, 16, 50, 90)):
+        prompt = Random(index).choices(range(2, 320), k=length)
+        sequences.append(Sequence(f"request-{index}", prompt, length, params, b"root"))
+        engine.add_request(sequences[-1])
+    sampled: list[object] = []
+    while not engine.is_idle:
+        sampled += [(update.sequence.attempt_id, update.tokens) for update in engine.step()]
+    return [*sampled, *(sequence.prompt_logprobs for sequence in sequences)]

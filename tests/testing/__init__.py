@@ -1,0 +1,12 @@
+"""What tests of several files share. A test file imports from here, and never from another test file.
+
+* ``tiny_models``: the greedy tokens of transformers, for the models that the fixture ``tiny_model`` makes.
+* ``tiny_engine``: an engine over a tiny model, requests for it, and their tokens.
+* ``constant_engine``: an engine without a model, for tests of scheduling.
+* ``manual_clock``, ``manual_disk``: a clock and a disk cache that move when a test says so.
+* ``transport_pair``: two workers that push and pull blocks over any transport.
+* ``decodes``: both ends of a decode between router and worker.
+* ``fake_worker``: workers that answer from a script, and a router in front of them.
+* ``fake_generation``: a router that answers from a script, for the clients.
+* ``stacks``: connections to a stack of real processes, which the fixture ``start_stack`` starts.
+"""
