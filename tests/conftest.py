@@ -34,19 +34,10 @@ settings.register_profile(
 # For ``pytest --hypothesis-profile search``: every run tries other examples.
 settings.register_profile("search", parent=settings.get_profile("suite"), derandomize=False)
 settings.load_profile("suite")
+# Hypothesis also draws constants of the imported modules, so a test's examples would depend on which other
+# tests run, and on edits of other files. No setting of 6.170 turns this off; these lines do so for "suite".
 _find_constants = providers._get_local_constants
-
-
-def _constants_of_modules() -> Constants:
-    """Return the constants that Hypothesis takes from the project's imported modules: none in "suite".
-
-    With them, a test's examples would depend on which other tests run. Hypothesis has no setting for this.
-    """
-    return Constants() if settings().derandomize else _find_constants()
-
-
-providers._get_local_constants = _constants_of_modules
-
+providers._get_local_constants = lambda: Constants() if settings().derandomize else _find_constants()
 
 VOCAB_SIZE = 320
 TEMPLATE = """{{ bos_token }}{% for message in messages %}
