@@ -1,4 +1,4 @@
-"""Pushes over a real server: what arrives, what is refused, and what is left after a failure."""
+"""Pushes over a real server: metrics, credit, refusals and failures. ``test_transports.py`` has the rest."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
@@ -223,53 +220,6 @@ async def status_of(call: Any, messages: list[pb.PushRequest]) -> tuple[grpc.Sta
 
 
 # --- what arrives -----------------------------------------------------------------------------------------
-
-
-async def test_blocks_arrive_and_the_sequence_is_admitted(receiver: Receiver) -> None:
-    async with receiver.push(20, first_block=3) as push:
-        await push.send(blocks(3, 7))
-        await push.send([])
-        await push.send(blocks(7, 20))
-        summary = await push.commit(FIRST_TOKEN)
-    assert receiver.reservation.held == {index: block(index) for index in range(3, 20)}
-    assert receiver.reservation.first_token_id == FIRST_TOKEN
-    assert receiver.reservation.abort_reasons == []
-    assert (summary.num_blocks, summary.num_bytes) == (17, 17 * LAYOUT.block_bytes)
-    assert 0 <= summary.credit_wait_seconds <= summary.seconds
-    assert receiver.sample("transfer_blocks_total", direction="received") == 17
-    received = receiver.sample("transfer_bytes_total", direction="received", transport="grpc")
-    assert received == 17 * LAYOUT.block_bytes
-
-
-async def test_the_partial_last_block_has_no_hash(receiver: Receiver) -> None:
-    partial = replace(block(0), block_hash=b"")
-    async with receiver.push(1) as push:
-        await push.send([partial])
-        await push.commit(FIRST_TOKEN)
-    assert receiver.reservation.held == {0: partial}
-
-
-async def test_a_push_of_no_blocks_still_commits(receiver: Receiver) -> None:
-    async with receiver.push(4, first_block=4) as push:
-        summary = await push.commit(FIRST_TOKEN)
-    assert summary.num_blocks == 0
-    assert receiver.reservation.first_token_id == FIRST_TOKEN
-
-
-@settings(max_examples=40)
-@given(data=st.data(), window_blocks=st.integers(1, 9), num_blocks=st.integers(0, 30))
-async def test_the_same_bytes_arrive_however_the_push_is_split(
-    data: st.DataObject, window_blocks: int, num_blocks: int
-) -> None:
-    first_block = data.draw(st.integers(0, num_blocks))
-    cuts = data.draw(st.lists(st.integers(first_block, num_blocks), max_size=5))
-    async with running_receiver(window_blocks) as receiver:
-        async with receiver.push(num_blocks, first_block=first_block) as push:
-            for start, end in pairwise(sorted([first_block, *cuts, num_blocks])):
-                await push.send(blocks(start, end))
-            await push.commit(FIRST_TOKEN)
-        assert receiver.reservation.written == list(range(first_block, num_blocks))
-        assert receiver.reservation.held == {i: block(i) for i in range(first_block, num_blocks)}
 
 
 async def test_pushes_share_a_channel(receiver: Receiver) -> None:
@@ -549,17 +499,6 @@ async def test_a_sender_cannot_send_more_than_it_announced(receiver: Receiver) -
 # --- a sender that goes away ------------------------------------------------------------------------------
 
 
-async def test_leaving_without_commit_takes_everything_back(receiver: Receiver) -> None:
-    async with receiver.push(4) as push:
-        await push.send(blocks(0, 4))
-        await happened(receiver.sink.opened)
-        await happened(receiver.reservation.progress)
-    await happened(receiver.reservation.ended)
-    receiver.assert_nothing_is_left()
-    assert "went away" in receiver.reservation.abort_reasons[0]
-    assert receiver.failures("sender_gone") == 1
-
-
 async def test_a_cancelled_sender_leaves_nothing(receiver: Receiver) -> None:
     async def push_half() -> None:
         async with receiver.push(4) as push:
@@ -631,19 +570,6 @@ async def test_a_killed_sender_leaves_nothing(receiver: Receiver) -> None:
 
 
 # --- a receiver that fails --------------------------------------------------------------------------------
-
-
-async def test_a_receiver_that_stops_fails_the_push_at_once(receiver: Receiver) -> None:
-    async with receiver.push(4) as push:
-        await push.send(blocks(0, 2))
-        await happened(receiver.sink.opened)
-        await receiver.server.stop(None)
-        with pytest.raises(PushFailedError) as raised:
-            async with asyncio.timeout(WAIT_SECONDS / 2):
-                await push.send(blocks(2, 4))
-                await push.commit(FIRST_TOKEN)
-    assert raised.value.status in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-    receiver.assert_nothing_is_left()
 
 
 async def test_a_receiver_that_stops_fails_a_push_that_waits_for_credit(receiver: Receiver) -> None:

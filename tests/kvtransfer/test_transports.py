@@ -94,6 +94,8 @@ async def test_a_push_brings_the_bytes_and_is_counted(pair: Pair, transport: Tra
     assert pair.target.held == pair.expected(3, 20)
     assert (pair.target.first_token_id, pair.target.reasons) == (FIRST_TOKEN, [])
     assert (summary.num_blocks, summary.num_bytes, summary.transport) == (17, 17 * BLOCK, transport)
+    assert 0 <= summary.credit_wait_seconds <= summary.seconds
+    assert pair.sample("transfer_blocks_total", direction="received") == 17
     for direction in ("sent", "received"):
         labels = {"direction": direction, "transport": transport}
         assert pair.sample("transfer_bytes_total", **labels) == 17 * BLOCK
@@ -114,7 +116,7 @@ async def test_a_pull_brings_the_bytes_and_is_counted(pair: Pair, transport: Tra
 async def test_a_push_of_no_blocks_commits(pair: Pair) -> None:
     async with pair.push(4, first_block=4) as push:
         await push.send([])
-        await push.commit(FIRST_TOKEN)
+        assert (await push.commit(FIRST_TOKEN)).num_blocks == 0
     assert pair.target.first_token_id == FIRST_TOKEN
 
 
@@ -137,10 +139,13 @@ async def test_the_same_bytes_arrive_however_pushes_are_split(
     cuts = data.draw(st.lists(st.integers(first_block, num_blocks), max_size=5))
     with tempfile.TemporaryDirectory(prefix="quire-") as path:
         async with running_pair(Path(path), transport, transport, window_blocks=window_blocks) as pair:
+            written: list[int] = []
+            pair.sink.before_write = written.append
             async with pair.push(num_blocks, first_block=first_block) as push:
                 for start, end in pairwise(sorted([first_block, *cuts, num_blocks])):
                     await push.send(pair.pool.prompt(start, end))
                 await push.commit(FIRST_TOKEN)
+            assert written == list(range(first_block, num_blocks))
             assert pair.target.held == pair.expected(first_block, num_blocks)
 
 
@@ -389,16 +394,22 @@ async def test_a_sender_that_leaves_at_any_step_undoes_the_push(pair: Pair, num_
     await pair.server.stop(WAIT_SECONDS)
     assert pair.target.first_token_id is None
     assert pair.target.reasons == ["the sender went away before it committed"]
+    assert pair.sample("transfer_failures_total", kind="push", reason="sender_gone") == 1
 
 
 @pytest.mark.parametrize("num_sent", [0, 1, 6])
 async def test_a_receiver_that_ends_at_any_step_fails_the_push(pair: Pair, num_sent: int) -> None:
-    with pytest.raises(PushFailedError):
-        async with pair.push(6) as push, asyncio.timeout(WAIT_SECONDS):
+    with pytest.raises(PushFailedError) as raised:
+        async with pair.push(6) as push, asyncio.timeout(WAIT_SECONDS / 2):
             await push.send(pair.pool.prompt(0, num_sent))
             await pair.server.stop(None)
             await push.send(pair.pool.prompt(num_sent, 6))
             await push.commit(FIRST_TOKEN)
+    assert raised.value.status in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+    assert [(each.first_token_id, len(each.reasons)) for each in pair.sink.targets.values()] in (
+        [],
+        [(None, 1)],
+    )
 
 
 async def test_a_holder_that_ends_in_mid_pull_fails_it(pair: Pair) -> None:
