@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from quire.client import InvalidRequest
 from quire.protos import worker_pb2
 from quire.services.local.stack import RunningStack
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.tiny_models import load_reference, search_beams
 
 TinyModel = Callable[[str], Path]
 
@@ -99,10 +98,6 @@ async def test_the_best_of_many_samples(stack: RunningStack) -> None:
 async def test_beams_equal_transformers(
     architecture: str, start_stack: StartStack, tiny_model: TinyModel
 ) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(
-        tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
-    )
-    eos = reference.generation_config.eos_token_id
     with start_stack(architecture, num_blocks=256) as stack:
         async with connect(stack) as (client, workers):
             cases: list[tuple[int, int, float, Any]] = [
@@ -115,24 +110,11 @@ async def test_beams_equal_transformers(
                 answer = await client.generate(
                     prompt, beam_width=width, length_penalty=penalty, early_stopping=early, max_tokens=16
                 )
-                expected = reference.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones((1, length), dtype=torch.long),
-                    num_beams=width,
-                    num_return_sequences=width,
-                    length_penalty=penalty,
-                    early_stopping=early,
-                    max_new_tokens=16,
-                    do_sample=False,
-                    pad_token_id=0,
-                    output_scores=True,
-                    return_dict_in_generate=True,
-                )
-                rows = expected.sequences[:, length:].tolist()
-                wanted = [tuple(row[: row.index(eos) + 1] if eos in row else row) for row in rows]
-                assert [choice.token_ids for choice in answer.choices] == wanted
-                scores = [choice.score for choice in answer.choices]
-                assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-3)
+                options = {"length_penalty": penalty, "early_stopping": early, "max_new_tokens": 16}
+                reference = load_reference(tiny_model(architecture))
+                answers, scores = search_beams(reference, prompt, width, **options)
+                assert [list(choice.token_ids) for choice in answer.choices] == answers
+                assert [choice.score for choice in answer.choices] == pytest.approx(scores, abs=1e-3)
                 assert answer.usage.blocks_shipped == -(-(length - 1) // BLOCK_SIZE)
             # What can never fit is refused at once.
             with pytest.raises(InvalidRequest, match=r"sampling\.beam\.width: .* ask for fewer sequences"):

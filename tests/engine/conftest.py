@@ -26,6 +26,16 @@ def load(tiny_model: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
 
 
 @pytest.fixture(scope="session")
+def folder(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def model(load: Callable[[str], LoadedModel]) -> LoadedModel:
+    return load("llama")
+
+
+@pytest.fixture(scope="session")
 def compiler(tiny_model: Callable[[str], Path]) -> Iterator[GrammarCompiler]:
     """Compiler of formats for the tiny llama, whose end-of-sequence token is 1."""
     folder = tiny_model("llama")

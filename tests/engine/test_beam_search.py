@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from quire.engine.errors import RequestFailedError
 from quire.engine.sequences.beam_search import BeamSearch, answers, choose_extensions
@@ -15,6 +14,7 @@ from quire.engine.sequences.sequence import SequenceStatus
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, EarlyStopping
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run
+from tests.testing.tiny_models import load_reference, search_beams
 
 TinyModel = Callable[[str], Path]
 
@@ -24,29 +24,15 @@ TinyModel = Callable[[str], Path]
 def test_beam_search_equals_transformers(
     load: Callable[[str], LoadedModel], tiny_model: TinyModel, architecture: str, width: int
 ) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(
-        tiny_model(architecture), dtype=torch.float32, attn_implementation="eager"
-    )
     cases: list[tuple[int, float, EarlyStopping]] = [(1, 1.0, False), (33, 0.5, True), (64, 2.0, "never")]
     for length, penalty, early in cases:
         prompt = make_prompt(length)
         beam = BeamParams(width, penalty, early)
         request = make_request("r", prompt, beam=beam, max_tokens=24, ignore_eos=False)
         actual = run(make_engine(load(architecture)), request)
-        expected = reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones((1, length), dtype=torch.long),
-            num_beams=width,
-            num_return_sequences=width,
-            length_penalty=penalty,
-            early_stopping=early,
-            max_new_tokens=24,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        eos = reference.generation_config.eos_token_id
-        for index, row in enumerate(expected[:, length:].tolist()):
-            tokens = row[: row.index(eos) + 1] if eos in row else row
+        options = {"length_penalty": penalty, "early_stopping": early, "max_new_tokens": 24}
+        answers, _ = search_beams(load_reference(tiny_model(architecture)), prompt, width, **options)
+        for index, tokens in enumerate(answers):
             assert actual["r", index] == tokens, f"answer {index} of {length} prompt tokens, {beam}"
 
 

@@ -17,10 +17,10 @@ from quire.engine.sequences.sequence import Sequence
 from quire.engine.structured_output.grammar import GrammarCompiler, StructuredOutputUnavailableError
 from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
-from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.testing.tiny_engine import CPU, make_engine, run
+from tests.testing.tiny_engine import make_engine, run
 
 EOS = 1
 SCHEMA = OutputFormat(
@@ -40,16 +40,6 @@ SCHEMA = OutputFormat(
 REGEX = OutputFormat("regex", "[a-f]{3}(-[0-9]{2}){1,3}")
 LONG = OutputFormat("regex", "([a-z]{4}[0-9]){20}")
 LARK = OutputFormat("grammar", 'start: item ("+" item)*\nitem: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,3}/')
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[[str], Path]) -> Path:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return load_model(str(folder), "float32", CPU)
 
 
 def make_request(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,10 +23,11 @@ from quire.engine.scheduling.scheduler import MAX_SCORED_TOKENS
 from quire.engine.sequences.logits_processing import process_logits
 from quire.engine.sequences.sampler import sample
 from quire.engine.sequences.sequence import Sequence
-from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.testing.tiny_engine import CPU, make_engine, make_prompt, run
+from tests.testing.tiny_engine import make_engine, make_prompt, run
 from tests.testing.tiny_engine import make_request as make_any_request
+from tests.testing.tiny_models import generate_greedy, load_reference
 
 VOCAB_SIZE = 12
 EOS = frozenset({0})
@@ -201,38 +201,18 @@ IN_TRANSFORMERS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_model: Callable[[str], Path]) -> Path:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return load_model(str(folder), "float32", CPU)
-
-
 def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
     return make_any_request(name, prompt, **{"temperature": 0.0, "max_tokens": 32, **params})
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_tokens_are_those_of_transformers(folder: Path, model: LoadedModel, num_beams: int) -> None:
-    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = make_prompt(20)
-    ids = torch.tensor([prompt])
-    output = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=num_beams,
-        min_new_tokens=32,
-        max_new_tokens=32,
-        eos_token_id=None,
-        **IN_TRANSFORMERS,
-    )
+    options = {"num_beams": num_beams, **IN_TRANSFORMERS}
+    expected = generate_greedy(load_reference(folder), prompt, 32, **options)
     beam = BeamParams(num_beams) if num_beams > 1 else None
     answers = run(make_engine(model), make_request("r", prompt, beam=beam, **RULES))
-    assert answers["r", 0] == output[0, len(prompt) :].tolist()
+    assert answers["r", 0] == expected
 
 
 def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) -> None:

@@ -24,11 +24,6 @@ BUDGET = 64
 LoadTiny = Callable[[str], LoadedModel]
 
 
-@pytest.fixture(scope="module")
-def model(load: LoadTiny) -> LoadedModel:
-    return load("llama")
-
-
 def make_request(name: str, length: int = 200, budget: int | None = BUDGET, **params: Any) -> Sequence:
     values = {"temperature": 0.0, "max_tokens": 80, "kv_budget_tokens": budget, **params}
     return make_any_request(name, make_prompt(length), **values)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -19,17 +18,12 @@ from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.sequences.beam_search import BeamSearch
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 from quire.engine.structured_output.logits_rules import LogitsRules, Mask
-from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.testing.tiny_engine import CPU, Outputs, make_engine
+from tests.testing.tiny_engine import Outputs, make_engine
 
 EOS = 1
 Errors = dict[str, RequestFailedError]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> LoadedModel:
-    return load_model(str(tiny_model("llama")), "float32", CPU)
 
 
 class FakeGrammar:
