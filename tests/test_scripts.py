@@ -28,16 +28,18 @@ def prepare(folder: Path, failing: str) -> None:
     shutil.copy(ROOT / "test", folder)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    stages = [programs / name for name in ("ruff", "mypy", "python", "slipcover")]
+    stages = [programs / name for name in ("ruff", "mypy", "pytest", "python", "slipcover")]
     for path in (*stages, folder / "scripts" / "coverage"):
         path.write_text(PROGRAM.format(failing=failing))
         path.chmod(0o755)
 
 
-def run_stages(folder: Path, failing: str) -> tuple[int, list[str], list[str]]:
+def run_stages(folder: Path, failing: str, *arguments: str) -> tuple[int, list[str], list[str]]:
     """Run a copy of ``./test`` in which some calls fail, and return (status, calls, lines on stderr)."""
     prepare(folder, failing)
-    ended = subprocess.run([folder / "test"], capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        [folder / "test", *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
     return ended.returncode, (folder / "ran.txt").read_text().splitlines(), ended.stderr.splitlines()
 
 
@@ -69,6 +71,15 @@ def test_all_stages_passed(tmp_path: Path) -> None:
     apart = ALL_STAGES.index("python -P -m pytest tests/kernels tests/e2e")
     assert [each for each in ran if each != ALL_STAGES[apart]] == ALL_STAGES[:apart] + ALL_STAGES[apart + 1 :]
     assert [line.split()[-3] for line in said[-6:]] == ["passed"] * 6
+
+
+def test_fast_checks_types_and_leaves_out_the_slow_tests(tmp_path: Path) -> None:
+    status, ran, said = run_stages(tmp_path, "mypy*", "fast")
+    assert status == 1
+    (tests,) = [each for each in ran if each.startswith("pytest")]
+    assert "-m not slow" in tests
+    assert {each for each in ran if each != tests} == {"ruff check", "ruff format --check", "mypy "}
+    assert [line.split()[-3] for line in said[-4:]] == ["passed", "passed", "passed", "failed"]
 
 
 def test_each_stage_shows_its_own_duration(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from quire.services.router import app, public_servers
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
 
+pytestmark = pytest.mark.slow
+
 Quire = Callable[..., Result]
 
 

@@ -48,6 +48,7 @@ def compiler() -> Iterator[GrammarCompiler]:
     compiler.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "text", "problem"),
     [

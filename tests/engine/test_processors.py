@@ -14,6 +14,8 @@ import pytest
 
 from tests.engine.other_processor import ENVIRONMENT, OLD
 
+pytestmark = pytest.mark.slow
+
 # The soft cap and rotations by layer type in one program, and a model that runs by its modules.
 CASES = [("gemma2", "float32"), ("gpt_neox", "bfloat16")]
 

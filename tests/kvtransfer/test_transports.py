@@ -50,7 +50,11 @@ FIRST_TOKEN = 42
 
 HAS_NIXL = find_spec("nixl_cu12") is not None
 NIXL = pytest.param(
-    Transport.NIXL, marks=pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")
+    Transport.NIXL,
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed"),
+    ],
 )
 TRANSPORTS = (Transport.MESSAGES, Transport.SHARED, NIXL)
 

@@ -18,6 +18,7 @@ def answers(llm: LLM) -> list[str]:
     return [output.outputs[0].text for output in llm.chat(chats, GREEDY, use_tqdm=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_the_demo_model_still_answers(kv_cache_dtype: Literal["fp8", "int8"]) -> None:
     with LLM(kv_cache_dtype=kv_cache_dtype, num_blocks=1024) as llm:
@@ -30,6 +31,7 @@ def test_the_demo_model_still_answers(kv_cache_dtype: Literal["fp8", "int8"]) ->
     assert num_right >= len(EXAMPLES) - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
 def test_it_answers_with_quantized_weights(weight_dtype: Literal["int8", "int4"]) -> None:
     with LLM(dtype="float32", weight_dtype=weight_dtype, num_blocks=1024) as llm:

@@ -28,6 +28,8 @@ from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsPa
 from quire.llm.config import LLMConfig
 from quire.settings.setting import SettingError
 
+pytestmark = pytest.mark.slow
+
 _SIZES = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 _PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150, 77)]
 _PARAMS = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)

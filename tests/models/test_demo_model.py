@@ -94,6 +94,7 @@ def test_heads_share_keys_and_the_file_is_small() -> None:
     assert (demo_model_path() / "model.safetensors").stat().st_size < 6_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "facts", "turns", "right"), [(40, 20, 1, 39), (20, 20, 4, 19), (20, 125, 1, 18)]
 )
@@ -105,6 +106,7 @@ def test_answers_held_out_notes(
     assert sum(got.text == example.expected for got, example in zip(found, examples, strict=True)) >= right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", form_cases(10, [20], seed=7), ids=lambda case: case.form)
 def test_answers_every_form(case: Case, checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast]) -> None:
     result = measure(*checkpoint, case)

@@ -50,6 +50,7 @@ def test_time_ends_a_run_too() -> None:
     assert schedule.share_done(Progress(step=10, seconds=120.0)) == 1.0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_never_stopped(folder: Path) -> None:
     whole = Run(settings(folder))
     first = whole.steps()
@@ -71,6 +72,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(folder: Path) -> None:
     assert not (folder / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_run_exports_rounded_weights(folder: Path) -> None:
     run = Run(settings(folder, steps=1, export=True))
     assert [progress.tokens > 0 for progress in run.steps()] == [True]

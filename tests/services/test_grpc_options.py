@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.kv_layout import KvLayout
@@ -64,6 +65,7 @@ class LateReceiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
                 return
 
 
+@pytest.mark.slow
 async def test_a_push_may_wait_for_credit_longer_than_three_pings(
     hastened_pings: None,
 ) -> None:

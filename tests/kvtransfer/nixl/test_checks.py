@@ -68,6 +68,7 @@ async def test_blocks_are_read_and_written_in_threads_that_only_nixl_uses(
     assert [name.startswith("nixl") for name in threads] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_worker_without_nixl_does_not_import_it() -> None:
     code = (
         "import sys, quire.services.worker.main, quire.services.worker.config as config\n"

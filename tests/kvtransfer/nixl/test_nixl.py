@@ -25,6 +25,7 @@ from quire.kvtransfer.transports.nixl import NixlAgent
 from quire.protos import kvtransfer_pb2 as pb
 from tests.kvtransfer.nixl.holder import BLOCK_BYTES, NUM_BLOCKS, content
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
 
 WAIT_SECONDS = 10.0

@@ -45,7 +45,7 @@ async def test_a_worker_that_drains_gets_nothing_new(pair: Any) -> None:
 
 
 async def test_a_drain_holds_when_it_returns_and_requests_are_told(pair: Any) -> None:
-    stub = await pair.start(poll_seconds=3600)
+    stub = await pair.start(poll_seconds=3600, worker_wait_seconds=0.05)
     request = inference_pb.GenerateRequest(generation=inference_pb.Generation(text="say"))
     with AdminClient(pair.running.admin_address) as admin:
         await asyncio.to_thread(admin.drain, "d1")

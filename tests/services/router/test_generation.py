@@ -320,7 +320,7 @@ async def test_a_prompt_that_a_worker_refuses_is_named_as_the_client_sent_it(pai
 async def test_no_decode_worker_is_left(cluster: Any) -> None:
     await cluster.add("p", "prefill")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(await cluster.start())
+        await stream(await cluster.start(worker_wait_seconds=0.05))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "no decode worker" in str(caught.value.details())
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60.0
 PROGRAM = "import sys; from quire.cli.main import main; sys.argv[0] = 'quire'; main()"
 COMMAND = [sys.executable, "-c", PROGRAM, "decode", "--tensor-parallel-size", "2", "--threads", "2"]

@@ -23,6 +23,8 @@ from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.rpc.errors import DRAINING, ENGINE_FAILED
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60.0
 WORKER = """
 import json, sys, time
