@@ -60,7 +60,7 @@ def test_no_success_is_a_failure(quire: Quire, fake_generation: Any) -> None:
     assert result.stderr.endswith("no request succeeded: RESOURCE_EXHAUSTED 3 times\n")
 
 
-def test_a_file_that_cannot_be_written_is_reported_before_the_load(
+def test_an_unwritable_output_file_is_reported_before_the_load(
     quire: Quire, fake_generation: Any, tmp_path: Path
 ) -> None:
     file = str(tmp_path / "missing" / "bench.json")

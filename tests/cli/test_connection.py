@@ -113,7 +113,7 @@ def test_without_name_or_certificate_no_server_answers(
     assert secured.address in result.stderr
 
 
-def test_a_client_without_tls_is_reported(quire: Quire, secured: Secured) -> None:
+def test_plaintext_to_a_tls_port_is_reported(quire: Quire, secured: Secured) -> None:
     result = quire(*arguments("generate", secured.address))
     assert result.exit_code == 1
     assert f"{secured.address} hangs up" in result.stderr
@@ -146,7 +146,7 @@ def test_the_example_reads_the_variables(
     assert "Blue is é🙂." in capsys.readouterr().out
 
 
-def test_an_example_whose_output_is_closed_is_reported_in_a_line(
+def test_an_example_whose_output_is_closed_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_generation: Any
 ) -> None:
     reader, writer = os.pipe()
@@ -161,7 +161,7 @@ def test_an_example_whose_output_is_closed_is_reported_in_a_line(
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_an_answer_whose_output_is_closed_ends_in_silence(
+def test_an_answer_whose_output_is_closed_ends_without_output(
     command: list[str], fake_generation: Any, verb: str
 ) -> None:
     with subprocess.Popen(
@@ -191,14 +191,14 @@ def http_address() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("verb", ["health", "generate", "chat", "bench"])
-def test_a_port_of_http_is_reported(quire: Quire, http_address: str, verb: str) -> None:
+def test_an_http_port_is_reported(quire: Quire, http_address: str, verb: str) -> None:
     result = quire(*arguments(verb, http_address), stdin="Hi\n")
     assert result.exit_code == 1
     assert f"{http_address} does not speak gRPC: is it the port of the HTTP API" in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
-def test_a_port_that_is_encrypted_is_reported(quire: Quire, secured: Secured, verb: str) -> None:
+def test_an_encrypted_port_is_reported(quire: Quire, secured: Secured, verb: str) -> None:
     result = quire(*arguments(verb, secured.address))
     assert (result.exit_code, result.stderr[:6]) == (1, "error:")
     assert "name the authority with --tls-ca" in result.stderr
@@ -213,7 +213,7 @@ def test_a_malformed_address_is_reported(quire: Quire, verb: str, address: str) 
 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
-def test_a_server_without_quires_services_is_reported(quire: Quire, verb: str) -> None:
+def test_a_server_with_another_protocol_is_reported(quire: Quire, verb: str) -> None:
     with ThreadPoolExecutor(1) as executor:
         server = grpc.server(executor)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -224,7 +224,7 @@ def test_a_server_without_quires_services_is_reported(quire: Quire, verb: str) -
     assert f"127.0.0.1:{port} speaks gRPC but" in result.stderr
 
 
-def test_grpc_itself_says_nothing(command: list[str], http_address: str) -> None:
+def test_grpc_itself_prints_nothing(command: list[str], http_address: str) -> None:
     done = subprocess.run(
         [*command, "health", http_address, "--timeout", "5"], capture_output=True, text=True, timeout=30
     )
@@ -232,7 +232,7 @@ def test_grpc_itself_says_nothing(command: list[str], http_address: str) -> None
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "bench"])
-def test_another_router_answers_for_one_that_is_gone(quire: Quire, fake_generation: Any, verb: str) -> None:
+def test_another_router_answers_for_a_stopped_one(quire: Quire, fake_generation: Any, verb: str) -> None:
     result = quire(*arguments(verb, f"127.0.0.1:1,{fake_generation.address}"), stdin="Hi\n")
     assert result.exit_code == 0, result.output
 

@@ -42,7 +42,7 @@ def test_every_parameter_with_a_help_text_has_an_option(
         assert getattr(getattr(sent, group), field) == float(values[entry.name])
 
 
-def test_the_prompt_may_be_read_from_stdin(quire: Quire, fake_generation: Any) -> None:
+def test_stdin_gives_the_prompt(quire: Quire, fake_generation: Any) -> None:
     assert quire("generate", "--address", fake_generation.address, stdin="line 1\nline 2").exit_code == 0
     assert fake_generation.requests[0].text == "line 1\nline 2"
 
@@ -54,7 +54,7 @@ def test_chat_uses_the_template(quire: Quire, fake_generation: Any) -> None:
     assert roles == [["user"], ["system", "user"]]
 
 
-def test_several_answers_are_printed_under_their_numbers(quire: Quire, fake_generation: Any) -> None:
+def test_several_answers_are_numbered(quire: Quire, fake_generation: Any) -> None:
     result = quire("generate", "Hi", "--address", fake_generation.address, "--n", "2")
     assert result.stdout == "[0]\nBlue is é🙂.\n[1]\nBlue is é🙂.\n"
     search = ("--beam-width", "2", "--length-penalty", "0.5", "--early-stopping", "never")
@@ -71,14 +71,14 @@ def test_stats_go_to_stderr(quire: Quire, fake_generation: Any) -> None:
     assert "1 blocks (64.0 KiB) shipped, 2 already there" in result.stderr
 
 
-def test_the_address_may_be_set_by_the_environment(
+def test_the_environment_gives_the_address(
     quire: Quire, fake_generation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_ADDRESS", fake_generation.address)
     assert quire("generate", "Hi").exit_code == 0
 
 
-def test_errors_say_what_to_do(quire: Quire, fake_generation: Any) -> None:
+def test_errors_name_the_remedy(quire: Quire, fake_generation: Any) -> None:
     fake_generation.errors = [
         service_errors.InvalidArgument("max_tokens", "is 9999, the model takes 512"),
         service_errors.ResourceExhausted("the queue is full", retry_after_seconds=2),

@@ -95,7 +95,7 @@ def test_elastic_roles_are_described_below_the_workers(quire: Quire, admin: Fake
     assert quire("admin", "workers").stdout.splitlines()[-1] == "elastic roles: TTFT 40%"
 
 
-def test_drain_clear_and_log_level_ask_for_what_they_say(quire: Quire, admin: FakeAdmin) -> None:
+def test_drain_clear_and_log_level_send_their_calls(quire: Quire, admin: FakeAdmin) -> None:
     assert "drains" in quire("admin", "drain", "decode-0").stdout
     assert "serves again" in quire("admin", "drain", "decode-0", "--undo").stdout
     assert quire("admin", "clear-cache", "decode-0").stdout == "decode-0: 12 blocks\n"
@@ -111,7 +111,7 @@ def test_drain_clear_and_log_level_ask_for_what_they_say(quire: Quire, admin: Fa
     ]
 
 
-def test_errors_of_the_router_are_printed(quire: Quire, admin: FakeAdmin) -> None:
+def test_errors_are_reported(quire: Quire, admin: FakeAdmin) -> None:
     lost = quire("admin", "drain", "lost")
     assert (lost.exit_code, lost.stderr) == (1, "error: no worker 'lost'\n")
     result = quire("admin", "workers", "--admin-address", "127.0.0.1:1")
@@ -119,7 +119,7 @@ def test_errors_of_the_router_are_printed(quire: Quire, admin: FakeAdmin) -> Non
     assert "no router's admin port answers at 127.0.0.1:1" in result.stderr
 
 
-def test_another_port_than_the_admin_port_is_reported(quire: Quire, fake_generation: Any) -> None:
+def test_a_port_other_than_the_admin_port_is_reported(quire: Quire, fake_generation: Any) -> None:
     result = quire("admin", "workers", "--admin-address", fake_generation.address)
     assert result.exit_code == 1
     assert "is another port than a router's admin port" in result.stderr
@@ -144,7 +144,7 @@ def test_half_a_certificate_is_a_usage_error(
 
 
 @pytest.mark.parametrize("option", ["--api-keys", "--tls-cert"])
-def test_a_malformed_file_is_reported_in_a_line(quire: Quire, tmp_path: Path, option: str) -> None:
+def test_a_malformed_file_is_reported_in_one_line(quire: Quire, tmp_path: Path, option: str) -> None:
     path = tmp_path / "malformed"
     path.write_text("nonsense")
     key = ["--tls-key", str(path)] if option == "--tls-cert" else []
@@ -155,7 +155,7 @@ def test_a_malformed_file_is_reported_in_a_line(quire: Quire, tmp_path: Path, op
     assert "malformed" in result.stderr
 
 
-def test_a_connection_that_is_not_encrypted_as_asked_is_reported(
+def test_a_connection_without_the_requested_encryption_is_reported(
     quire: Quire, fake_generation: Any, tmp_path: Path
 ) -> None:
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "ca.pem"))

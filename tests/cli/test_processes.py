@@ -163,7 +163,7 @@ def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
     }
 
 
-def test_workers_of_a_stack_leave_the_metrics_ports_that_the_routers_use(tmp_path: Path) -> None:
+def test_workers_of_a_stack_do_not_use_the_metrics_ports_of_its_routers(tmp_path: Path) -> None:
     router = RouterConfig(port=7000, http_port=7002, metrics_port=7001, admin_port=7003)
     config = LocalStackConfig(num_prefill=1, num_decode=2, router=router)
     make = local_stack.WorkerConfigs(config, "redis://r", b"secret")
@@ -199,7 +199,7 @@ def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> 
     assert "not both" in result.stderr
 
 
-def test_a_start_that_fails_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_worker(config: WorkerConfig) -> None:
         raise OSError("cannot listen on 127.0.0.1:80")
 
@@ -222,7 +222,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1PiB", "12x"])
-def test_texts_that_are_not_sizes_are_refused(text: str) -> None:
+def test_a_malformed_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_size(text)
 
@@ -266,7 +266,7 @@ def test_a_routers_default_ports_differ(quire: Quire, router_configs: list[Route
     assert ports == {8500, 8501, 8502, 8503}
 
 
-def test_a_router_without_the_packages_says_what_to_install(
+def test_a_router_without_the_packages_names_the_extra_to_install(
     quire: Quire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(public_servers, "has_http", lambda: False)
@@ -316,7 +316,7 @@ def test_the_end_of_a_process_is_reported(program: str, end: str) -> None:
     assert end_of(process) == end
 
 
-def test_a_model_that_is_missing_is_reported_in_a_line(command: list[str], tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_in_one_line(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "decode", str(tmp_path / "missing")], capture_output=True, text=True, timeout=60
     )
@@ -327,7 +327,7 @@ def test_a_model_that_is_missing_is_reported_in_a_line(command: list[str], tmp_p
     )
 
 
-def test_a_stack_says_that_it_waits_for_redis() -> None:
+def test_a_stack_reports_that_it_waits_for_redis() -> None:
     console = Console(file=io.StringIO())
     local_stack._tell_of_redis("redis://:secret@127.0.0.1:1/0", console)
     assert isinstance(console.file, io.StringIO)

@@ -60,7 +60,7 @@ def options_of(verb: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("verb", "most"), [("prefill", 33), ("decode", 33), ("router", 30), ("serve", 50)])
-def test_help_begins_with_what_most_people_set(verb: str, most: int) -> None:
+def test_help_begins_with_the_most_used_settings(verb: str, most: int) -> None:
     options = [each for each in options_of(verb).values() if each.param_type_name == "option"]
     assert len(options) <= most, "before another flag is added, one that nobody needs goes"
     common = [each for each in options if each.rich_help_panel == Panel.COMMON]

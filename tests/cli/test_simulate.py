@@ -65,7 +65,7 @@ def test_the_smallest_cluster_is_searched() -> None:
         (("--find", "--plot", "x.png"), "leave out --find"),
     ],
 )
-def test_impossible_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_impossible_settings_are_refused(arguments: tuple[str, ...], message: str) -> None:
     done = simulate(*arguments, "--policy", "precise")
     assert done.exit_code != 0
     assert message in " ".join(done.output.split())

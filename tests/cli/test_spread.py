@@ -20,7 +20,7 @@ class Size:
     height: Annotated[int | None, typer.Option("--height")] = None
 
 
-def test_fields_are_options_and_are_returned_as_the_dataclass() -> None:
+def test_fields_are_options_and_are_read_back_into_the_dataclass() -> None:
     app, drawn = typer.Typer(), []
 
     @app.command()

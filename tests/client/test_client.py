@@ -203,7 +203,9 @@ def test_an_invalid_request_names_field_and_limit(client: Client, fake_generatio
     assert (raised.value.field, raised.value.limit) == ("max_tokens", "512")
 
 
-def test_an_overloaded_server_says_when_to_retry(client: Client, fake_generation: Any) -> None:
+def test_the_error_of_an_overloaded_server_has_the_time_of_the_retry(
+    client: Client, fake_generation: Any
+) -> None:
     fake_generation.errors = [service_errors.ResourceExhausted("full", retry_after_seconds=1.5)]
     with pytest.raises(Overloaded) as raised:
         client.generate("x")
@@ -293,7 +295,7 @@ def test_an_unknown_option_is_a_type_error(client: Client) -> None:
         client.generate("x", atypical_p=3)  # type: ignore[call-arg]
 
 
-def test_the_key_goes_with_every_call(fake_generation: Any) -> None:
+def test_every_call_sends_the_key(fake_generation: Any) -> None:
     with Client(fake_generation.address, timeout=WAIT_SECONDS, api_key="quire-key") as client:
         client.generate("What is blue?")
         list(client.stream("What is blue?"))
@@ -304,7 +306,7 @@ def test_the_key_goes_with_every_call(fake_generation: Any) -> None:
     assert fake_generation.authorizations == ["Bearer quire-key"] * 6
 
 
-def test_a_batch_distinguishes_answers_and_errors(client: Client) -> None:
+def test_a_batch_separates_answers_and_errors(client: Client) -> None:
     outcomes = dict(client.batch(["What is blue?", "What is red?", "fail"], max_tokens=3))
     assert [getattr(outcomes[index], "text", None) for index in (0, 1)] == ["Blue is é🙂."] * 2
     error = outcomes[2]

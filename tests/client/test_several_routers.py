@@ -231,7 +231,7 @@ def test_a_conversation_continues_from_its_token_ids(pair: list[SeededRouter]) -
     "options", [{"beam_width": 2}, {"best_of": 3}, {"kv_budget_tokens": 64}], ids=lambda options: min(options)
 )
 @pytest.mark.parametrize("break_after", [0, 3])
-def test_answers_that_cannot_continue_begin_again_or_say_so(
+def test_answers_that_cannot_continue_begin_again_or_fail(
     pair: list[SeededRouter], options: dict[str, Any], break_after: int
 ) -> None:
     pair[0].breaks_after = pair[1].breaks_after = [break_after]
@@ -264,7 +264,7 @@ def test_a_limit_that_the_lost_router_still_counts_is_waited_for(pair: list[Seed
         assert len(list(stream)) == NUM_TOKENS - 1
 
 
-def test_a_limit_at_the_beginning_is_reported(pair: list[SeededRouter]) -> None:
+def test_a_limit_at_the_beginning_is_an_error(pair: list[SeededRouter]) -> None:
     pair[0].errors = [ResourceExhausted("wait", reason="TOKEN_RATE", retry_after_seconds=0.1)]
     with Client([each.address for each in pair], timeout=10) as client, pytest.raises(Overloaded):
         for _ in range(2):
@@ -336,7 +336,7 @@ def test_no_attempt_follows_other_errors_or_the_deadline() -> None:
         attempts.pause_after(LOST)
 
 
-def test_a_broken_connection_is_distinguished_from_a_routers_error() -> None:
+def test_a_broken_connection_differs_from_an_error_of_the_router() -> None:
     assert is_connection_lost(LOST)
     assert is_connection_lost(error(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"))
     assert not is_connection_lost(error(grpc.StatusCode.UNAVAILABLE, "no worker", "NO_WORKER"))

@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_may_do_nothing_that_it_need_not(name: str) -> None:
+def test_a_service_has_only_the_privileges_that_it_needs(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -57,7 +57,7 @@ def test_a_service_is_limited(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_a_service_tells_its_health_and_comes_back(name: str) -> None:
+def test_a_service_has_a_health_check_and_is_restarted(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
     assert service["restart"] == "unless-stopped"
@@ -74,13 +74,13 @@ def test_a_service_that_is_replaced_stops_no_other_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_ports_are_published_on_the_loopback_alone(name: str) -> None:
+def test_ports_are_published_only_on_the_loopback(name: str) -> None:
     for port in SERVICES[name].get("ports", []):
         assert default(port).startswith("127.0.0.1:")
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_workers_and_redis_are_reached_from_inside_alone(name: str) -> None:
+def test_workers_and_redis_are_reached_only_from_inside(name: str) -> None:
     assert COMPOSE["networks"]["cluster"] == {"internal": True}
     assert SERVICES[name]["networks"] == ["cluster"]
     assert "ports" not in SERVICES[name]
@@ -133,7 +133,7 @@ def test_workers_do_not_see_the_secrets_of_the_router() -> None:
     assert see("grafana-secrets:/run/quire:ro,nocopy") == {"grafana"}
 
 
-def test_only_what_makes_the_secrets_gives_their_volumes_an_owner() -> None:
+def test_only_the_service_that_makes_the_secrets_gives_their_volumes_an_owner() -> None:
     """Docker copies an image's folder with its owner into an empty volume when it creates a container.
 
     It creates all containers before the secrets are made, and in the readers' image the path belongs to root.
@@ -235,7 +235,7 @@ def test_every_variable_is_in_the_example_with_its_default() -> None:
         assert has_own_meaning or listed[name] == value, name
 
 
-def test_the_gpu_file_changes_workers_alone() -> None:
+def test_the_gpu_file_changes_only_workers() -> None:
     assert GPU["services"].keys() == {"prefill", "decode"}
     for service in GPU["services"].values():
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]

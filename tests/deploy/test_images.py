@@ -38,7 +38,7 @@ def requirements(*extras: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["router", "worker"])
-def test_an_image_runs_as_nobody_special(name: str) -> None:
+def test_an_image_runs_as_an_unprivileged_user(name: str) -> None:
     users = re.findall(r"^USER (\S+)$", stage(name), re.MULTILINE)
     assert users[-1:] == ["10001:10001"]
 
@@ -210,7 +210,7 @@ def test_no_weights_of_a_user_are_sent_to_the_builder() -> None:
             assert is_ignored(name), name
 
 
-def test_images_say_what_they_are() -> None:
+def test_images_have_labels() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', stage("base")))
     assert (labels["version"], labels["licenses"]) == (project["version"], project["license"])

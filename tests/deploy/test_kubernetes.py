@@ -103,7 +103,7 @@ def test_every_file_is_applied() -> None:
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
-def test_a_pod_may_do_nothing_that_it_need_not(name: str) -> None:
+def test_a_pod_has_only_the_privileges_that_it_needs(name: str) -> None:
     pod, main = PODS[name], container(name)
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -184,7 +184,7 @@ def test_there_are_two_routers_at_least_and_one_stays() -> None:
     assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
 
 
-def test_workers_have_told_routers_before_they_are_killed() -> None:
+def test_workers_can_inform_routers_before_they_are_killed() -> None:
     assert WorkerConfig(role="decode").notice_seconds < min(map(grace_seconds, OURS))
 
 
