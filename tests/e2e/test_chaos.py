@@ -17,7 +17,7 @@ SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 8, 2, 2
 
 
 @pytest.mark.parametrize("variant", ["tiers", "grpc", "nixl"])
-async def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind(variant: Variant) -> None:
+async def test_no_fault_makes_an_answer_wrong_or_leaks_resources(variant: Variant) -> None:
     """Workers share pools (with tiers), send blocks in messages, and read them by NIXL."""
     if variant == "nixl" and find_spec("nixl_cu12") is None:
         pytest.skip("needs the extra 'nixl'")

@@ -23,7 +23,7 @@ WAIT_SECONDS = 30.0
 NUM_DISCONNECTS = 200
 
 
-async def test_two_hundred_disconnects_leave_nothing_behind(stack: RunningStack) -> None:
+async def test_two_hundred_disconnects_leak_no_blocks(stack: RunningStack) -> None:
     random = Random(5)
 
     async def leave_early(client: AsyncClient, index: int) -> None:
@@ -127,7 +127,9 @@ async def _kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> Non
             stack.workers[name].process.kill()
 
 
-async def test_redis_may_go_and_come_back(start_stack: StartStack, expected: Any) -> None:
+async def test_requests_are_served_while_redis_is_down_and_after_its_restart(
+    start_stack: StartStack, expected: Any
+) -> None:
     redis = RedisProcess(password="known")
     try:
         with start_stack("llama", redis_url=redis.url) as stack:

@@ -149,7 +149,7 @@ def _wait_for_banner(process: subprocess.Popen[bytes], log: Path) -> tuple[str, 
     raise AssertionError(log.read_text(errors="replace"))
 
 
-async def test_no_log_tells_a_secret(serving: Serving) -> None:
+async def test_no_log_contains_a_secret(serving: Serving) -> None:
     wrong = serving.key[:-1] + ("A" if serving.key[-1] != "A" else "B")
     async with (
         AsyncClient(serving.address, api_key=serving.key) as client,

@@ -60,7 +60,7 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-async def test_http_says_what_grpc_says(stack: RunningStack, client: openai.OpenAI) -> None:
+async def test_http_and_grpc_answers_are_equal(stack: RunningStack, client: openai.OpenAI) -> None:
     async with connect(stack) as (grpc_client, workers):
         for example in held_out(8, NUM_FACTS):
             messages: Any = example.messages
@@ -75,7 +75,7 @@ async def test_http_says_what_grpc_says(stack: RunningStack, client: openai.Open
         await wait_until_idle(workers)
 
 
-def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+def test_usage_has_the_cached_tokens(client: openai.OpenAI) -> None:
     prompt: Any = [7] * 100
     counts = []
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_a_demanded_call_follows_its_parameters(client: openai.OpenAI, choice: A
     assert call.id
 
 
-async def test_who_leaves_frees_all_blocks(stack: RunningStack) -> None:
+async def test_a_disconnect_frees_all_blocks(stack: RunningStack) -> None:
     url = f"http://{stack.http_address}/v1"
     options: Any = {"model": "demo", "prompt": [[5] * 40, [6] * 40], "max_tokens": 4000, "n": 2}
     async with (

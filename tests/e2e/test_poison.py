@@ -63,7 +63,7 @@ def workers(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.
         yield found
 
 
-async def test_a_request_that_kills_is_refused_and_the_others_go_on(
+async def test_a_request_that_kills_workers_is_refused_and_the_others_continue(
     workers: dict[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine suspects may take long to clear themselves.
@@ -101,7 +101,7 @@ async def test_a_request_that_kills_is_refused_and_the_others_go_on(
             assert list((await client.generate(prompts[0], **OPTIONS)).token_ids) == expected[0]
 
 
-async def test_workers_that_are_killed_together_accuse_nobody(
+async def test_workers_that_are_killed_together_make_no_request_a_suspect(
     workers: dict[str, subprocess.Popen[str]],
 ) -> None:
     *victims, survivor = workers

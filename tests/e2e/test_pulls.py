@@ -100,7 +100,7 @@ async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
         await wait_until_idle(workers)
 
 
-async def test_what_was_evicted_since_the_look_up_is_computed(cluster: RunningStack, expected: Any) -> None:
+async def test_blocks_evicted_since_the_look_up_are_computed(cluster: RunningStack, expected: Any) -> None:
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=3)
         await prefill(workers["prefill-0"], prompt[:161])
@@ -200,7 +200,7 @@ async def hang(frame: pb.BlockFrame, context: Any) -> None:
         (hang, ["timeout", "deadline_exceeded"], 13),
     ],
 )
-async def test_a_pull_that_fails_midway_keeps_what_was_right(
+async def test_a_pull_that_fails_midway_keeps_the_verified_blocks(
     fault: Any, failures: list[str], seed: int, cluster: RunningStack, expected: Any
 ) -> None:
     async with connect(cluster) as (_, workers):
@@ -216,7 +216,7 @@ async def test_a_pull_that_fails_midway_keeps_what_was_right(
             await wait_until_idle(workers)
 
 
-async def test_nothing_is_taken_from_a_stranger_who_passes_pulls_on(
+async def test_no_block_is_pulled_through_an_intermediary_without_the_secret(
     cluster: RunningStack, expected: Any
 ) -> None:
     asked: list[int] = []

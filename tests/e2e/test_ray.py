@@ -188,7 +188,7 @@ async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, clust
             await until(admin, lambda workers: names(workers) == everyone and is_quiet(workers))
 
 
-def test_what_is_missing_is_named(tiny_model: Callable[[str], Path]) -> None:
+def test_a_missing_ray_cluster_is_reported(tiny_model: Callable[[str], Path]) -> None:
     done = subprocess.run(
         [*QUIRE, "serve", "--ray", "127.0.0.1:1", "--port", "0", str(tiny_model("llama"))],
         capture_output=True,

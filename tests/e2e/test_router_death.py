@@ -228,7 +228,7 @@ async def test_a_stop_string_is_met_on_the_other_router(routers: list[RouterProc
     assert summary(broken) == summary(undisturbed)
 
 
-async def test_calls_that_have_not_begun_go_to_the_other_router_and_come_back(
+async def test_new_calls_use_the_other_router_until_the_first_one_serves_again(
     routers: list[RouterProcess],
 ) -> None:
     prompt = make_prompt(PROMPT_LENGTH)

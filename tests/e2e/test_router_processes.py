@@ -100,7 +100,7 @@ def test_every_connection_is_served_also_after_a_process_was_killed(serve: Any) 
     until(lambda: not any(map(is_alive, everyone)), "all processes have ended")
 
 
-def test_a_taken_port_is_told_and_no_process_outlives_a_killed_parent(serve: Any) -> None:
+def test_a_port_in_use_is_reported_and_no_process_outlives_a_killed_parent(serve: Any) -> None:
     process, address, _ = serve
     port = address.rpartition(":")[2]
     for number in ("1", "2"):

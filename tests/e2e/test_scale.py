@@ -52,7 +52,7 @@ def scale(admin_address: str, *numbers: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-async def test_workers_come_and_go_under_load(banner: str) -> None:
+async def test_workers_are_added_and_removed_under_load(banner: str) -> None:
     found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
     assert found is not None, banner
     address, admin_address = found.groups()

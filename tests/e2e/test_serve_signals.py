@@ -162,7 +162,7 @@ async def test_the_second_signal_ends_it_at_once(serve: Serve) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_ctrl_c_while_it_starts_leaves_nothing(serve: Serve) -> None:
+def test_ctrl_c_during_the_start_leaves_no_process(serve: Serve) -> None:
     # Redis, multiprocessing's fork server and tracker of resources, and the router.
     while len(serve.children()) < 4:
         assert serve.process.poll() is None

@@ -188,7 +188,7 @@ async def begun(setup: Setup, prompt: list[int]) -> tuple[AsyncIterator[Delta], 
     return stream, tokens
 
 
-async def test_a_stream_soon_goes_on_when_its_worker_is_killed(start_workers: Any) -> None:
+async def test_a_stream_soon_continues_when_its_worker_is_killed(start_workers: Any) -> None:
     with start_workers() as processes:
         async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
             prompt = make_prompt(40)

@@ -245,7 +245,7 @@ async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None
 
 
 @pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
-async def test_answers_go_on_at_a_worker_of_another_size(start: Callable[..., Any], victim: str) -> None:
+async def test_answers_continue_on_a_worker_of_another_size(start: Callable[..., Any], victim: str) -> None:
     sizes = {"prefill-0": 2, "decode-0": 2, "decode-1": 1}
     with start(sizes, num_blocks=512, max_model_len=500) as stack:
         ranks, worker = ranks_of(stack, "decode-0"), stack.workers["decode-0"].process.pid
@@ -269,7 +269,7 @@ async def test_answers_go_on_at_a_worker_of_another_size(start: Callable[..., An
 
 
 @pytest.mark.parametrize("victim", ["worker", "rank"])
-async def test_a_prompt_goes_elsewhere_when_its_worker_ends_in_mid_push(
+async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_push(
     start: Callable[..., Any], victim: str
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}

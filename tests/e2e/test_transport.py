@@ -47,7 +47,7 @@ def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc"), ("nixl", "nixl")])
-async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
+async def test_pushes_use_the_chosen_transport_and_the_tokens_are_the_same(
     start_stack: StartStack,
     expected: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,7 +75,7 @@ async def test_pushed_blocks_come_as_chosen_and_the_tokens_are_the_same(
             assert await sample(stack, worker, "quire_kv_transfer_failures_total") == 0
 
 
-async def test_pulled_blocks_come_by_nixl_and_a_killed_holder_costs_no_answer(
+async def test_pulls_use_nixl_and_a_killed_holder_costs_no_answer(
     start_stack: StartStack, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_nixl(monkeypatch)

@@ -157,7 +157,7 @@ async def test_a_strangers_calls_are_refused(cluster: RunningStack, name: str) -
         await wait_until_idle(workers)
 
 
-async def test_a_worker_with_another_secret_is_refused_and_the_log_says_why(
+async def test_a_worker_with_another_secret_is_refused_with_the_reason_in_the_log(
     cluster: RunningStack, index: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stack's workers join this router; the misled one does not."""

@@ -35,7 +35,7 @@ async def send_until_cancelled(client: AsyncClient, prompt: list[int], max_token
         await client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def test_the_load_of_one_router_leaves_the_other_worker_to_the_second(
+async def test_a_router_places_requests_on_the_worker_that_the_other_router_does_not_load(
     start_stack: StartStack, monkeypatch: Any
 ) -> None:
     """The first router knows one worker only, and fills it; the second knows both."""

@@ -63,7 +63,7 @@ async def rejoined(client: AsyncClient) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_stream_goes_on_when_its_decode_worker_vanishes(stack: RunningStack, expected: Any) -> None:
+async def test_a_stream_continues_when_its_decode_worker_vanishes(stack: RunningStack, expected: Any) -> None:
     prompt = make_prompt(60, seed=1)
     async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
         stream = client.stream(prompt, **GREEDY)
@@ -76,7 +76,7 @@ async def test_a_stream_goes_on_when_its_decode_worker_vanishes(stack: RunningSt
         await wait_until_idle(workers)
 
 
-async def test_a_prompt_goes_elsewhere_when_its_prefill_worker_vanishes(
+async def test_a_prompt_is_retried_elsewhere_when_its_prefill_worker_vanishes(
     stack: RunningStack, expected: Any
 ) -> None:
     prompt = make_prompt(60, seed=2)

@@ -153,7 +153,7 @@ async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
 
 
 @pytest.mark.parametrize("change", [{"epoch": "of before"}, {"address": "127.0.0.1:1"}])
-async def test_what_cannot_be_pulled_is_computed(
+async def test_blocks_that_cannot_be_pulled_are_computed(
     change: dict[str, Any], cluster: RunningStack, engines: dict[str, Any], expected: Any
 ) -> None:
     prompt = make_prompt(LENGTH, seed=80 + len(next(iter(change))))
@@ -285,7 +285,7 @@ async def test_a_draining_worker_is_not_healthy(cluster: RunningStack, engines: 
         assert await is_healthy()
 
 
-async def test_a_subscriber_is_told_the_load_as_it_changes(
+async def test_a_subscriber_gets_each_change_of_the_load(
     cluster: RunningStack, engines: dict[str, Any]
 ) -> None:
     decode = engines["decode-0"]
@@ -325,7 +325,7 @@ async def test_a_subscriber_with_a_history_begins_again(engines: dict[str, Any])
     assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
 
 
-async def test_what_is_not_served_says_so(engines: dict[str, Any]) -> None:
+async def test_unsupported_calls_are_unimplemented(engines: dict[str, Any]) -> None:
     calls = [
         engines["decode-0"].Embed(vllm.EmbedRequest()),
         engines["decode-0"].StartProfile(common_pb2.StartProfileRequest()),

@@ -66,7 +66,7 @@ async def test_bytes_and_the_end_arrive() -> None:
         assert await connection[0].read() == b""
 
 
-async def test_what_is_sent_while_the_link_is_cut_arrives_later() -> None:
+async def test_bytes_sent_while_the_link_is_cut_arrive_later() -> None:
     link = Link()
     async with connected(link) as connection:
         assert await echoed(connection) == MESSAGE
@@ -100,7 +100,7 @@ async def test_a_reset_ends_connections_and_a_refusal_new_ones() -> None:
             await connection[0].read()
 
 
-async def test_a_fault_of_one_link_leaves_another_link_alone() -> None:
+async def test_a_fault_of_one_link_does_not_affect_another() -> None:
     other = Link(is_refused=True)
 
     def source_of(port: int, server_port: int) -> str:
