@@ -60,7 +60,7 @@ def logprobs(*rows: dict[int, float]) -> torch.Tensor:
     return values
 
 
-def test_the_best_extensions_of_all_beams_go_on() -> None:
+def test_the_best_extensions_of_all_beams_are_kept() -> None:
     search = BeamSearch(BeamParams(2), 10, frozenset({EOS}))
     assert search.advance(logprobs({1: -1.0, 2: -2.0, 3: -9.0}), [[]]) == [(0, 1), (0, 2)]
     # -1 - 3 is less than -2 - 0.5 and -2 - 1: both beams of the next step extend the second one.
@@ -97,7 +97,7 @@ def test_logits_that_are_not_finite_fail_the_request() -> None:
         choose_extensions(search, [prompt], torch.tensor([[1.0, float("nan")]]), frozenset({EOS}))
 
 
-def test_answers_are_whole_sequences_and_the_best_comes_first() -> None:
+def test_answers_are_whole_sequences_and_the_best_is_first() -> None:
     search = BeamSearch(BeamParams(2), 1, frozenset({EOS}))
     prompt = make_request("r", [5, 6], beam=BeamParams(2))
     choose_extensions(search, [prompt], torch.tensor([[3.0, 1.0, 2.0, 0.0]]), frozenset({EOS}))

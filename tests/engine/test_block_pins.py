@@ -40,7 +40,7 @@ def test_a_pinned_block_is_not_evicted(pool: BlockPool) -> None:
     pool.check_conservation()
 
 
-def test_what_is_not_there_takes_no_pin(pool: BlockPool) -> None:
+def test_missing_blocks_are_not_pinned(pool: BlockPool) -> None:
     pins = BlockPins(pool)
     assert pins.pin("p", names("xab")) == []
     assert pins.block_ids == set()

@@ -149,7 +149,7 @@ def test_empty_blocks_are_taken_before_cached_ones() -> None:
     assert pool.look_up([b"a"]) == []
 
 
-def test_a_cleared_cache_holds_nothing_and_says_so() -> None:
+def test_a_cleared_cache_is_empty_and_its_blocks_are_unpublished() -> None:
     published = Published()
     pool = BlockPool(4, published)
     blocks = pool.allocate(2)

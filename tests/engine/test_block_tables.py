@@ -127,7 +127,7 @@ def test_blocks_are_freed_with_their_last_sequence() -> None:
     assert not parent.block_table
 
 
-def test_too_few_blocks_leave_the_table_as_it_was() -> None:
+def test_an_append_without_enough_blocks_does_not_change_the_table() -> None:
     tables = make_tables(num_blocks=2)
     sequence = make_sequence(9)
     assert tables.num_missing(sequence) == 3

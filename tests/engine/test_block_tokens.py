@@ -38,7 +38,7 @@ def test_an_evicted_block_is_not_found() -> None:
     assert known.find(b"root", [1, 2, 3, 4]) is None
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_tokens_are_bounded() -> None:
     pool = BlockPool(4)
     known = BlockTokens(pool)
     for token in range(100):

@@ -39,7 +39,7 @@ def make_rules(
         (OutputFormat("regex", "ab"), {"min_tokens": 4}, "min_tokens"),
     ],
 )
-def test_a_format_that_the_other_constraints_leave_no_answer_of_is_found(
+def test_a_format_without_an_answer_under_the_other_constraints_is_found(
     compiler: GrammarCompiler,
     decode: Callable[[list[int]], str],
     output_format: OutputFormat,
@@ -64,7 +64,7 @@ def test_a_format_that_the_other_constraints_leave_no_answer_of_is_found(
         (LONG, {"allowed_token_ids": "abc0123456789\1"}),
     ],
 )
-def test_a_format_that_leaves_answers_is_let_through(
+def test_a_format_with_answers_is_accepted(
     compiler: GrammarCompiler,
     decode: Callable[[list[int]], str],
     output_format: OutputFormat,

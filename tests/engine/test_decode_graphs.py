@@ -80,7 +80,7 @@ def test_padded_steps_give_the_same_logits() -> None:
         assert torch.equal(SLOTS, after), "the padding wrote into a slot"
 
 
-def test_what_fits() -> None:
+def test_batches_that_fit_a_graph() -> None:
     graphs = DecodeGraphs(forward, run_again, 3, 2, CPU)
     step = decode_step([[1, 2]] * 3, [5, 6, 7], [1, 2, 3])
     assert graphs.fits(step)

@@ -25,7 +25,7 @@ def test_auto_is_a_gpu_where_there_is_one(
     assert choose_device(name).type == kind
 
 
-def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"needs a GPU .* choose 'cpu' or 'auto'"):
         choose_device("cuda")

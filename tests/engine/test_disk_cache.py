@@ -57,7 +57,7 @@ def test_a_block_is_read_from_memory_until_it_is_written(tmp_path: Path, later: 
     disk.close()
 
 
-def test_a_block_that_went_and_came_back_is_read_before_it_is_written_again(tmp_path: Path) -> None:
+def test_a_removed_and_stored_block_is_read_before_it_is_written_again(tmp_path: Path) -> None:
     writer, reader = ManualExecutor(), ManualExecutor()
     disk = open_disk(tmp_path, writer, reader)
     block = name("a")
@@ -245,7 +245,7 @@ def test_a_full_disk_keeps_no_unfinished_file_and_is_written_again_later(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("step", ["open", "write", "rename"])
-def test_a_write_that_fails_at_any_step_leaves_nothing(
+def test_a_write_that_fails_at_any_step_leaves_no_file(
     tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
     def fail(*args: object) -> bytes:

@@ -64,7 +64,7 @@ def test_a_long_prompt_has_no_draft_tokens_until_all_of_it_is_computed(load: Loa
     assert [len(draft) for draft in drafts] == [0, 0, 3]
 
 
-def test_draft_tokens_go_on_from_the_tokens_that_were_accepted(load: Load) -> None:
+def test_draft_tokens_continue_the_accepted_tokens(load: Load) -> None:
     model = load("llama")
     expected = make_request("r", make_prompt(20), temperature=0.0, max_tokens=12)
     run(make_engine(model), expected)

@@ -566,7 +566,7 @@ TestTieredWindowedEngine = TieredWindowedEngineMachine.TestCase
 TestTieredWindowedEngine.settings = MACHINE_SETTINGS
 
 
-def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path: Path) -> None:
+def test_a_working_set_larger_than_the_pool_is_read_back_from_every_tier(tmp_path: Path) -> None:
     """Requests one after the other, with the disk's own threads."""
     disk = open_small_disk(tmp_path)
     tiers = Tiers(HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU)), disk)
@@ -588,7 +588,7 @@ def test_a_working_set_larger_than_the_pool_comes_back_from_every_tier(tmp_path:
     disk.close()
 
 
-def test_blocks_from_host_memory_do_not_push_out_what_they_follow() -> None:
+def test_blocks_from_host_memory_do_not_evict_their_prefix() -> None:
     """What a window drops of a cached prefix would be evicted for the blocks that go on after it."""
     engine = make_engine(8, 0, 6, Tiers(HostCache(KvMemory(SHAPE, 16, CPU)), None))
     params = SamplingParams(temperature=0.0, max_tokens=1)

@@ -67,7 +67,7 @@ def reserve(name: str) -> Callable[[Engine, Callable[[bool], None]], None]:
     return lambda engine, on_settled: engine.transfers.reserve(name, on_settled)
 
 
-async def test_blocks_of_a_request_that_its_first_token_ends_go_to_the_next(engine: Engine) -> None:
+async def test_blocks_of_a_request_that_its_first_token_ends_are_granted_to_the_next(engine: Engine) -> None:
     thread = EngineThread(engine)
     thread.start()
     await thread.call(accept(prompt("first", 2, 24, max_tokens=1)))
@@ -168,7 +168,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: 
         await thread.call(lambda e: None)
 
 
-async def test_stopping_fails_the_commands_that_are_left_though_some_were_cancelled(engine: Engine) -> None:
+async def test_stopping_fails_the_remaining_commands_though_some_were_cancelled(engine: Engine) -> None:
     thread = EngineThread(engine)
     thread.start()
     has_begun, goes_on = threading.Event(), threading.Event()
@@ -228,7 +228,7 @@ async def test_a_stuck_thread_is_given_up_and_everything_that_waits_ends(
     assert failures == [error]
 
 
-async def test_an_engine_that_moves_again_says_so(
+async def test_an_engine_that_recovers_from_a_stall_reports_it(
     engine: Engine, runner: ConstantRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.runner.step_watch.UNKNOWN_STALL_SECONDS", 0.2)

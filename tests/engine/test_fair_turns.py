@@ -39,7 +39,7 @@ def make_group(client: str, num_sequences: int, is_beam: bool = False, name: str
 
 
 @given(DEMANDS, st.integers(0, 100))
-def test_shares_are_fair_and_nothing_is_left_while_somebody_lacks(
+def test_shares_are_fair_and_none_is_unused_while_a_client_needs_more(
     demands: dict[int, int], capacity: int
 ) -> None:
     shares = fair_shares(demands, capacity)
@@ -52,7 +52,7 @@ def test_shares_are_fair_and_nothing_is_left_while_somebody_lacks(
 
 
 @given(st.lists(KINDS, min_size=1, max_size=10))
-def test_turns_fill_a_step_and_leave_nobody_out_for_ever(kinds: list[tuple[str, int, bool]]) -> None:
+def test_turns_fill_a_step_and_every_client_gets_one(kinds: list[tuple[str, int, bool]]) -> None:
     groups = [make_group(*kind, name=str(index)) for index, kind in enumerate(kinds)]
     left_out = Counter[SequenceGroup]()
     for step in range(1, 4 * len(groups)):
@@ -80,7 +80,7 @@ def test_a_small_client_has_its_sequence_beside_many_and_turns_beside_beams() ->
     assert divided([small, beams], CAPACITY) == {beams: 0, small: 1}
 
 
-def test_who_may_start_although_a_step_is_full() -> None:
+def test_requests_that_start_although_a_step_is_full() -> None:
     ones = [make_group("costly", 1, name=str(index)) for index in range(CAPACITY)]
     assert may_start(make_group("small", 1), ones, CAPACITY)
     assert may_start(make_group("small", CAPACITY), ones, CAPACITY)
@@ -157,7 +157,7 @@ def test_a_small_request_passes_costly_ones_of_its_client_that_wait() -> None:
     assert not outputs["waiting"]
 
 
-def test_a_costly_request_starts_where_others_of_its_client_leave_a_sequence() -> None:
+def test_a_costly_request_starts_when_a_sequence_of_its_client_is_free() -> None:
     engine = make_constant_engine(4, 64, num_blocks=200)
     for index in range(3):
         engine.add_request(constant_request(f"old-{index}", 1, 40))

@@ -77,7 +77,7 @@ def test_a_cached_prefix_is_shared_and_its_last_token_is_computed(ledger: Ledger
     assert group.prompt.num_computed_tokens == group.prompt.num_cached_tokens == 11
 
 
-def test_a_group_that_lacks_blocks_takes_none_and_says_what_it_lacks(ledger: Ledger) -> None:
+def test_a_group_that_lacks_blocks_allocates_none_and_returns_the_missing_number(ledger: Ledger) -> None:
     ledger.run("running", list(range(16)))
     cached = ledger.run("cached", PROMPT[:4])
     ledger.end(cached)
@@ -128,7 +128,7 @@ def test_a_block_whose_sequence_ends_is_awaited_no_longer(ledger: Ledger) -> Non
     assert group.prompt.num_cached_tokens == 0
 
 
-def test_blocks_in_host_memory_come_back_without_being_computed(ledger: Ledger) -> None:
+def test_blocks_in_host_memory_are_restored_without_being_computed(ledger: Ledger) -> None:
     ledger.end(ledger.run("first", PROMPT))
     ledger.end(ledger.run("filler", list(range(32))))  # pushes the first prompt down
     assert len(ledger.tiers.host) == 3

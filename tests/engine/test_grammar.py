@@ -78,7 +78,7 @@ def test_answers_of_a_random_model_have_the_form(
     check(output_format, decode(tokens[:-1]))
 
 
-def test_a_grammar_may_nest(
+def test_nested_grammars(
     model: LoadedModel, compiler: GrammarCompiler, decode: Callable[[list[int]], str]
 ) -> None:
     # A random model may open brackets without end; the bias makes it close them.
@@ -103,7 +103,7 @@ def test_preempted_samples_are_those_of_single_requests(
     assert crowded.preemption.num_preempted > 0
 
 
-def test_a_request_resumed_from_its_tokens_goes_on_as_before(
+def test_a_request_resumed_from_its_tokens_continues_unchanged(
     model: LoadedModel, compiler: GrammarCompiler
 ) -> None:
     whole = run(make_engine(model), make_request(compiler, SCHEMA, seed=3))["r", 0]

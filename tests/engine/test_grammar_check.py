@@ -137,7 +137,7 @@ def test_an_ambiguous_grammar_ends_with_an_error(shared: GrammarCompiler) -> Non
     assert ends[0] == ends[1] < 400
 
 
-def test_an_answer_that_left_its_format_is_an_error(shared: GrammarCompiler) -> None:
+def test_an_answer_that_violates_its_format_is_an_error(shared: GrammarCompiler) -> None:
     matcher = shared.compile(OutputFormat("regex", "ab"), 0)
     forbidden = int(np.flatnonzero(~matcher.allowed([]))[-1])
     with pytest.raises(FormatFailedError, match="after 1 tokens"):

@@ -66,7 +66,7 @@ def test_a_discarded_block_is_free_at_once(host: HostCache) -> None:
     assert (list(host), host.num_free) == ([], 3)
 
 
-def test_bytes_come_back_as_they_went(host: HostCache) -> None:
+def test_bytes_are_restored_unchanged(host: HostCache) -> None:
     pool = KvMemory(SHAPE, 4, CPU)
     content = bytes(range(SHAPE.block_bytes))
     pool.write(1, content)

@@ -76,7 +76,7 @@ def test_a_block_is_copied_with_all_that_belongs_to_it(dtype: torch.dtype, devic
 
 
 @DEVICES
-def test_what_came_from_the_host_can_be_read_at_once(device: torch.device) -> None:
+def test_blocks_copied_from_the_host_can_be_read_at_once(device: torch.device) -> None:
     """As a block that a peer asked for is, between two steps."""
     shape = KvShape(4, 2, 16, 64, "float32")
     memory = KvMemory(shape, 256, device)
@@ -97,7 +97,7 @@ def test_a_payload_of_another_size_is_refused() -> None:
 
 
 @DEVICES
-def test_copies_to_the_host_bring_what_was_there_and_not_what_the_next_step_writes(
+def test_copies_to_the_host_have_the_bytes_from_before_the_next_step(
     device: torch.device,
 ) -> None:
     shape = KvShape(4, 2, 16, 64, "float32")

@@ -86,7 +86,7 @@ def by_definition(logits: list[float], sequence: Sequence) -> list[float]:
 
 @settings(max_examples=300)
 @given(sequences())
-def test_a_row_is_what_the_definitions_say(sequence: Sequence) -> None:
+def test_a_row_follows_the_definitions(sequence: Sequence) -> None:
     logits = make_logits(1)
     [processed] = process_logits(logits, [sequence], EOS)
     assert processed.tolist() == pytest.approx(by_definition(logits[0].tolist(), sequence), abs=1e-4)
@@ -229,7 +229,7 @@ def test_preempted_and_forked_sequences_keep_their_counts(model: LoadedModel) ->
     assert together == {(name, index): tokens[name, 0] for (name, index), tokens in expected.items()}
 
 
-def test_a_request_resumed_from_its_tokens_goes_on_as_before(model: LoadedModel) -> None:
+def test_a_request_resumed_from_its_tokens_continues_unchanged(model: LoadedModel) -> None:
     rules = {"frequency_penalty": 0.7, "min_tokens": 20, **RULES}
     prompt = make_prompt(25)
     whole = run(make_engine(model), make_request("r", prompt, **rules))["r", 0]

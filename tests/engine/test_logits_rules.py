@@ -81,7 +81,7 @@ def test_each_rule_forbids_its_tokens(
     assert permitted(token_ids, **params) == expected
 
 
-def test_the_rule_that_leaves_no_token_is_named() -> None:
+def test_the_rule_that_forbids_every_token_is_named() -> None:
     rules: dict[str, Any] = {"allowed_token_ids": frozenset({EOS, 3}), "bad_words": ((3,),)}
     assert permitted([5], **rules) == [EOS]
     with pytest.raises(NoTokenLeftError, match="min_tokens leaves no token that the other") as caught:

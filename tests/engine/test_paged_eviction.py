@@ -93,7 +93,7 @@ def test_only_the_prompt_is_shared(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("is_swapped", [True, False])
-def test_preempted_requests_go_on_as_before(model: LoadedModel, is_swapped: bool) -> None:
+def test_preempted_requests_continue_unchanged(model: LoadedModel, is_swapped: bool) -> None:
     lengths = [100, 120, 140]
     expected = [run_in_order(make_engine(model), make_request("r", length, n=3))[0] for length in lengths]
     engine = make_engine(model, num_blocks=22, num_swap_blocks=64, prefers_swap=is_swapped)
@@ -149,7 +149,7 @@ def test_the_limit_is_that_of_the_prompt_and_the_budget(model: LoadedModel) -> N
     assert len(run_in_order(engine, make_request("r", n=3, max_tokens=200))[0]) == 200
 
 
-def test_what_cannot_be_kept_is_refused(model: LoadedModel, load: LoadTiny) -> None:
+def test_unsupported_kv_budgets_are_refused(model: LoadedModel, load: LoadTiny) -> None:
     with pytest.raises(KvBudgetError, match="must be at least 48, 3 blocks; got 47"):
         make_engine(model).add_request(make_request("r", budget=47))
     for architecture in ("mistral", "gemma2"):

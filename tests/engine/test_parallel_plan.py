@@ -82,7 +82,9 @@ def test_an_attention_whose_queries_and_keys_are_one_layer_is_not_divided() -> N
         ({**_SIZES, "intermediate_size": 96}, 2, "mlp.down_proj: its inputs have only 1 segments"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(overrides: dict[str, int], num_ranks: int, problem: str) -> None:
+def test_layers_that_cannot_be_divided_are_refused(
+    overrides: dict[str, int], num_ranks: int, problem: str
+) -> None:
     with pytest.raises(SettingError, match=problem):
         plan_of("llama", **overrides).check(num_ranks)
 

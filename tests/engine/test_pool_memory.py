@@ -51,11 +51,11 @@ def blocks(num_sharing: int = 1, draft: LoadedModel | None = None, num_blocks: i
     return allocate_pool(config, model(32), draft, META, num_sharing).num_blocks
 
 
-def test_one_worker_takes_its_share_of_what_is_free() -> None:
+def test_one_worker_takes_its_share_of_the_free_memory() -> None:
     assert blocks() == int(FREE * GPU_KV_SHARE) // (2 << 20)
 
 
-def test_workers_that_start_together_leave_each_other_room() -> None:
+def test_workers_that_start_together_share_the_free_memory() -> None:
     assert blocks(num_sharing=2) == int((TOTAL // 2 - RESERVED) * GPU_KV_SHARE) // (2 << 20)
 
 
@@ -63,7 +63,7 @@ def test_the_draft_model_has_room_for_as_many_blocks() -> None:
     assert blocks(draft=model(16)) == int(FREE * GPU_KV_SHARE) // (3 << 20)
 
 
-def test_what_is_asked_for_is_taken() -> None:
+def test_a_requested_number_of_blocks_is_used() -> None:
     assert blocks(num_sharing=2, draft=model(16), num_blocks=1000) == 1000
 
 

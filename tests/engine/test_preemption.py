@@ -48,7 +48,7 @@ def test_preempted_groups_give_the_same_tokens(
         assert engine.preemption.counts[not is_swapped] == engine.preemption.num_preempted
 
 
-def test_an_aborted_group_leaves_nothing(load: Callable[[str], LoadedModel]) -> None:
+def test_an_aborted_group_frees_all_blocks(load: Callable[[str], LoadedModel]) -> None:
     engine = make_engine(load("llama"), num_blocks=30, num_swap_blocks=30, prefers_swap=True)
     for index in range(4):
         engine.add_request(make_request(str(index), make_prompt(60, index), n=3))

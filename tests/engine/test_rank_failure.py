@@ -47,7 +47,7 @@ def test_the_end_of_a_rank_is_seen_at_once(process: Process, memory: SharedMemor
     assert watch.observe(0.0, 10.0) == "rank 1 has ended with code -9"
 
 
-def test_a_rank_may_be_stopped_for_a_moment(process: Process, memory: SharedMemory) -> None:
+def test_a_rank_that_is_stopped_for_a_moment_does_not_fail(process: Process, memory: SharedMemory) -> None:
     watch = RankWatch([process], memory)
     stop(process)
     assert watch.observe(STOPPED_SECONDS, 10.0) is None

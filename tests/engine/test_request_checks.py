@@ -19,7 +19,7 @@ def make_checks(num_blocks: int = 10, max_model_len: int = 1000, has_windows: bo
     return RequestChecks(has_windows, tables, max_num_seqs=4, max_model_len=max_model_len)
 
 
-def test_a_prompt_leaves_room_for_one_token() -> None:
+def test_the_longest_prompt_has_room_for_one_token() -> None:
     checks = make_checks(max_model_len=100)
     checks.check(make_request("r", make_prompt(99)))
     with pytest.raises(RequestTooLongError, match="100 prompt tokens; this worker takes at most 99"):
@@ -40,7 +40,7 @@ def test_a_request_fits_into_the_pool_at_its_longest() -> None:
         checks.check(make_request("r", make_prompt(20), n=4, max_tokens=40))
 
 
-def test_the_length_of_the_model_bounds_what_a_request_can_take() -> None:
+def test_the_length_of_the_model_bounds_the_blocks_of_a_request() -> None:
     request = make_request("r", make_prompt(20), n=2, max_tokens=10_000)
     make_checks(num_blocks=10, max_model_len=80).check(request)
     with pytest.raises(RequestTooLongError, match="up to 160 tokens take 19 blocks"):

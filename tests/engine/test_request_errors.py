@@ -218,7 +218,7 @@ def test_a_prefill_that_fails_keeps_its_blocks_until_they_are_released(
         (FakeGrammar({5}, {}), {}, "format", 1),
     ],
 )
-def test_constraints_that_leave_no_token_end_the_request(
+def test_constraints_that_forbid_every_token_end_the_request(
     model: LoadedModel,
     undisturbed: Outputs,
     grammar: FakeGrammar | None,
@@ -239,14 +239,14 @@ def test_constraints_that_leave_no_token_end_the_request(
     check_others(outputs, undisturbed)
 
 
-def test_a_search_goes_on_without_the_beams_that_are_stuck(model: LoadedModel) -> None:
+def test_a_beam_search_continues_without_the_beams_that_have_no_extension(model: LoadedModel) -> None:
     allowed = {"allowed_token_ids": frozenset({8, 9}), "bad_words": ((8, 8), (8, 9))}
     outputs, errors = run(make_engine(model), make_request("r", beam=BeamParams(2), max_tokens=6, **allowed))
     assert not errors
     assert set(map(tuple, outputs.values())) == {(9,) * 6, (9,) * 5 + (8,)}
 
 
-def test_a_search_whose_beams_are_all_stuck_ends_with_what_it_has(model: LoadedModel) -> None:
+def test_a_beam_search_without_extensions_ends_with_its_finished_beams(model: LoadedModel) -> None:
     grammar = FakeGrammar({5, 6}, {EOS, 7}, {})
     request = make_request("r", grammar, beam=BeamParams(4), ignore_eos=False)
     outputs, errors = run(make_engine(model), request)

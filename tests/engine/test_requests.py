@@ -115,7 +115,7 @@ def test_a_discarded_group_gives_back_its_host_blocks(ledger: Ledger) -> None:
     ledger.assert_empty()
 
 
-def test_a_transfer_that_is_discarded_is_told_so_when_everything_is_free(ledger: Ledger) -> None:
+def test_a_discarded_transfer_is_informed_when_its_blocks_are_free(ledger: Ledger) -> None:
     group = ledger.requests.register(make_request("r", make_prompt(40)))
     outcomes: list[bool] = []
 

@@ -65,7 +65,7 @@ def test_samples_are_forked_once_and_share_every_block() -> None:
     assert group.num_slots == 2
 
 
-def test_beams_that_no_extension_goes_on_from_give_their_blocks_back() -> None:
+def test_beams_without_a_kept_extension_free_their_blocks() -> None:
     group, tables = make_group(beam=BeamParams(2))
     group.beam = BeamSearch(BeamParams(2), 8, frozenset())
     group.extend_beams([BeamExtension(0, 7), BeamExtension(0, 8)], tables)

@@ -49,7 +49,7 @@ def test_steps_that_end_and_rest_are_no_stall(clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("is_measured_at_start", [True, False])
-def test_a_slow_engine_may_take_its_time(clock: ManualClock, is_measured_at_start: bool) -> None:
+def test_a_slow_engine_has_a_longer_limit(clock: ManualClock, is_measured_at_start: bool) -> None:
     step_seconds = 7.0
     watch = StepWatch(60.0, {FULL: step_seconds} if is_measured_at_start else {}, clock)
     if not is_measured_at_start:

@@ -54,7 +54,7 @@ def test_blocks_are_allocated_only_when_they_are_reserved(engine: Engine) -> Non
     engine.check_conservation()
 
 
-def test_several_samples_leave_the_last_token_to_this_worker(engine: Engine) -> None:
+def test_with_several_samples_this_worker_computes_the_last_prompt_token(engine: Engine) -> None:
     sequence = Sequence("r", [2] * 8, 8, SamplingParams(n=2, max_tokens=2, ignore_eos=True), b"")
     assert num_transferred_tokens(sequence) == 7
     engine.transfers.accept(sequence)
@@ -94,7 +94,7 @@ def test_a_transfer_waits_behind_an_older_request(engine: Engine) -> None:
     engine.check_conservation()
 
 
-def test_a_transfer_that_is_aborted_is_told_so(engine: Engine) -> None:
+def test_an_aborted_transfer_is_informed(engine: Engine) -> None:
     engine.transfers.accept(prompt("first", 2, 5))
     engine.transfers.accept(prompt("second", 3, 4))
     assert reserve(engine, "first") == [True]
@@ -105,7 +105,7 @@ def test_a_transfer_that_is_aborted_is_told_so(engine: Engine) -> None:
         engine.transfers.reserve("second", outcome.append)
 
 
-def test_a_first_token_may_end_the_request(engine: Engine) -> None:
+def test_a_first_token_that_ends_the_request(engine: Engine) -> None:
     engine.transfers.accept(prompt("r", 2, 2, max_tokens=1))
     assert reserve(engine, "r") == [True]
     assert engine.transfers.admit("r", 5).status == SequenceStatus.FINISHED_LENGTH

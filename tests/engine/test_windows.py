@@ -47,7 +47,7 @@ def finish(engine: Engine) -> int:
     ("architecture", "window"),
     [("mistral", WINDOW), ("llama", None), ("gemma2", None), ("gemma3", None), ("gpt_oss", None)],
 )
-def test_the_window_is_what_every_layer_forgets(
+def test_a_model_has_a_window_if_every_layer_has_one(
     load: Callable[[str], LoadedModel], architecture: str, window: int | None
 ) -> None:
     assert load(architecture).window == window
@@ -75,7 +75,7 @@ def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("is_swapped", [True, False])
-def test_preempted_windows_come_back(model: LoadedModel, expected: Expected, is_swapped: bool) -> None:
+def test_preempted_windows_are_restored(model: LoadedModel, expected: Expected, is_swapped: bool) -> None:
     """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""
     engine = make_windowed_engine(model, num_blocks=16, num_swap_blocks=24, prefers_swap=is_swapped)
     requests = [make_request(str(index), 50 + 20 * index, index, n=3) for index in range(4)]
@@ -145,7 +145,7 @@ def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expecte
     assert decode.pool.counts.cached == 0  # no prompt can find blocks without those before them
 
 
-def test_what_does_not_fit_even_so_is_refused(model: LoadedModel) -> None:
+def test_more_samples_than_the_pool_has_windows_are_refused(model: LoadedModel) -> None:
     engine = make_windowed_engine(model, num_blocks=8)
     with pytest.raises(RequestTooLongError, match="this worker has 8: ask for fewer sequences"):
         engine.add_request(make_request("r", 100, n=8))
