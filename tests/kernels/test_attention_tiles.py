@@ -35,7 +35,7 @@ def decode(tables: list[list[int]], **options: int) -> list[tuple[set[int], int]
     return [(set(parts[first:end, 0].tolist()), shared) for first, end, shared in tiles.tolist()]
 
 
-def test_different_prefixes_get_different_tiles_in_whatever_order_their_sequences_come() -> None:
+def test_different_prefixes_get_different_tiles_in_any_order_of_sequences() -> None:
     one, two = list(range(100, 108)), list(range(200, 204))
     tables = [[*one, 1], [*two, 2], [*one, 3], [*two, 4], [5, 6, 7, 8, 9]]
     assert sorted(decode(tables), key=lambda tile: min(tile[0])) == [({0, 2}, 2), ({1, 3}, 1), ({4}, 0)]

@@ -188,7 +188,7 @@ def test_a_row_does_not_depend_on_the_other_sequences() -> None:
     [(torch.float32, None, 3), (torch.bfloat16, None, 2), (torch.bfloat16, torch.int8, 2)],
     ids=str,
 )
-def test_sequences_that_begin_with_the_same_blocks_have_the_bits_that_they_have_alone(
+def test_sequences_that_share_blocks_have_the_same_bits_as_in_a_batch_of_one(
     dtype: torch.dtype,
     stored: torch.dtype | None,
     group: int,
@@ -239,7 +239,7 @@ def test_a_sequence_with_nan_does_not_spoil_another() -> None:
     assert output[40:].isfinite().all()
 
 
-def test_operators_change_only_what_their_schemas_say() -> None:
+def test_operators_change_only_the_arguments_in_their_schemas() -> None:
     case = make_case([(20, 3), (5, 1)])
     arguments = (case.query, case.kv_layer, *case.metadata[:3])
     case.kv_layer[case.kv_layer.isnan()] = 0.0  # the checks compare, and NaN is not equal to itself

@@ -91,7 +91,7 @@ def test_kernels_of_other_sources_are_not_used_and_removed(tmp_path: Path) -> No
     assert len(list(tmp_path.glob("*.nbc"))) == 1
 
 
-def test_a_kernel_whose_file_is_gone_is_compiled_again(tmp_path: Path) -> None:
+def test_a_kernel_whose_file_is_missing_is_compiled_again(tmp_path: Path) -> None:
     store(tmp_path, 1)
     for path in tmp_path.glob("*.nbc"):
         path.unlink()

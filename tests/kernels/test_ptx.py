@@ -292,9 +292,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("opcode", "operands", "expected"), EXAMPLES, ids=str)
-def test_instructions_compute_what_the_manual_says(
-    opcode: str, operands: tuple[int, ...], expected: int
-) -> None:
+def test_instructions_follow_the_manual(opcode: str, operands: tuple[int, ...], expected: int) -> None:
     operation = find_operation(opcode)
     values = [
         np.array([bits], np.uint64).astype(f"uint{8 * np.dtype(kind).itemsize}").view(kind)

@@ -151,7 +151,7 @@ def test_an_asynchronous_copy_reads_sectors_and_writes_banks() -> None:
     assert list(tally.in_shared.values()) == [SharedTraffic(1, 32, 4)]
 
 
-def test_tensors_are_told_apart() -> None:
+def test_traffic_is_counted_for_each_tensor() -> None:
     tally = Tally({"high": (4096, 8192), "low": (1024, 2048)})
     threads = np.arange(32)
     tally.add_global("read", 1024 + 4 * threads, 4, threads)

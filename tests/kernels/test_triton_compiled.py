@@ -122,6 +122,6 @@ def test_rows_are_found_for_every_head_dim(block_size: int) -> None:
         assert head_dim <= row.head_dim
 
 
-def test_what_has_no_row_is_an_error() -> None:
+def test_a_shape_without_a_row_is_an_error() -> None:
     with pytest.raises(LookupError, match="no decode row for sm_90, 16 bits, head_dim 512"):
         configs.find_config("decode", "sm_90", 16, 257, 16)

@@ -15,7 +15,7 @@ def breaker(clock: ManualClock) -> CircuitBreaker:
     return CircuitBreaker(MAX_FAILURES, OPEN_SECONDS, clock)
 
 
-def test_it_opens_after_so_many_failures_in_a_row() -> None:
+def test_it_opens_after_max_failures_in_a_row() -> None:
     clock = ManualClock()
     guard = breaker(clock)
     for _ in range(2):

@@ -189,7 +189,7 @@ async def test_hundreds_of_look_ups_at_once_all_get_their_answer(
         await client.aclose()
 
 
-async def test_look_ups_that_get_no_turn_in_time_go_on_without_the_index(
+async def test_look_ups_that_get_no_turn_in_time_continue_without_the_index(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", 20.0)

@@ -99,7 +99,9 @@ async def test_members_are_the_live_leases(backend: Any, record: Any) -> None:
     assert await backend.index.members() == [record("b")]
 
 
-async def test_who_leaves_may_still_clean_up(backend: Any, record: Any, depths: Any) -> None:
+async def test_a_worker_without_a_lease_can_still_remove_its_blocks(
+    backend: Any, record: Any, depths: Any
+) -> None:
     lease = await joined(backend, record, "a")
     await lease.publish(HASHES[:5])
     await lease.leave()

@@ -13,7 +13,7 @@ RECORD = WorkerRecord("p", "prefill", "127.0.0.1:1", "epoch", "fingerprint", Tru
 VALUES = json.loads(RECORD.to_json())
 
 
-def test_a_record_comes_back() -> None:
+def test_a_record_is_read_back_unchanged() -> None:
     assert WorkerRecord.from_json(RECORD.to_json()) == RECORD
 
 

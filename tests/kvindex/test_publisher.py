@@ -58,7 +58,7 @@ async def test_it_follows_the_pool(backend: Any, record: Any, depths: Any, until
     assert await backend.num_entries() == 0
 
 
-async def test_what_was_held_before_the_start_is_published(
+async def test_blocks_cached_before_the_start_are_published(
     backend: Any, record: Any, depths: Any, until: Any
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ async def test_it_refills_a_flushed_index(backend: Any, record: Any, depths: Any
         await until(has(depths, backend.index, {"a": 699}))
 
 
-async def test_it_comes_back_after_its_lease_ran_out(
+async def test_it_publishes_again_after_its_lease_expired(
     backend: Any, record: Any, depths: Any, until: Any
 ) -> None:
     async with publishing(backend.lease(), record("a")) as publisher:

@@ -64,7 +64,7 @@ async def use(worker: Any, router: Any, record: Any) -> None:
         *("GET {q}x", "EVAL return(1) 0", "HGET other x", "DEBUG SLEEP 0", "CLIENT LIST", "MONITOR"),
     ],
 )
-async def test_no_role_may_do_more_than_the_index_needs(
+async def test_no_role_has_more_commands_than_the_index_needs(
     role: str, command: str, redis_process: RedisProcess, connect: Connect
 ) -> None:
     client = connect(getattr(redis_process, f"{role}_url"))

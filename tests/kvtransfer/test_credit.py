@@ -46,7 +46,7 @@ def test_the_block_that_is_due_needs_credit() -> None:
         window.take(2)
 
 
-def test_a_block_that_came_before_is_not_taken_again() -> None:
+def test_a_repeated_block_takes_no_credit() -> None:
     window = CreditWindow(first_block=2, num_blocks=8, size=4)
     window.grant()
     assert [window.take(index) for index in (2, 3, 2, 3, 4)] == [True, True, False, False, True]

@@ -107,7 +107,7 @@ async def read(pull: BlockPull, first_block: int = 0) -> list[Frame]:
     return [frame async for message in pull.frames(first_block) for frame in message]
 
 
-async def test_it_asks_for_what_is_pinned_and_releases_it(setup: Setup) -> None:
+async def test_it_requests_the_pinned_blocks_and_releases_them(setup: Setup) -> None:
     setup.holder.messages = [[block(1), block(2)], [block(3)]]
     async with setup.pull() as pull:
         assert await read(pull, first_block=1) == [block(1), block(2), block(3)]
@@ -164,7 +164,7 @@ async def test_nothing_pinned_is_nothing_to_release(setup: Setup) -> None:
     assert await setup.num_open() == 0
 
 
-async def test_a_holder_that_cannot_be_reached_leaves_no_channel_in_use(setup: Setup) -> None:
+async def test_an_unreachable_holder_releases_its_channel(setup: Setup) -> None:
     await setup.server.stop(None)
     with pytest.raises(PullFailedError) as failed:
         async with setup.pull():

@@ -250,7 +250,7 @@ async def test_a_commit_counts_in_the_senders_metrics(receiver: Receiver) -> Non
     assert registry.get_sample_value("quire_kv_credit_wait_seconds_count") == 1
 
 
-async def test_what_the_receiver_has_is_counted_as_saved(receiver: Receiver) -> None:
+async def test_blocks_that_the_receiver_has_are_counted_as_saved(receiver: Receiver) -> None:
     registry = CollectorRegistry()
     async with receiver.push(5, first_block=3) as push:
         await push.send(blocks(3, 5))
@@ -465,7 +465,7 @@ def carrying(*indices: int) -> pb.PushRequest:
         "nothing",
     ],
 )
-async def test_a_broken_push_is_refused_and_leaves_nothing(messages: list[pb.PushRequest]) -> None:
+async def test_an_invalid_push_is_refused_and_frees_its_blocks(messages: list[pb.PushRequest]) -> None:
     async with running_receiver(window_blocks=4) as receiver:
         call = receiver.stream()
         status, _ = await status_of(call, [opening(10, first_block=2), *messages])
@@ -480,7 +480,7 @@ async def test_a_push_begins_with_open(receiver: Receiver) -> None:
     assert receiver.sink.reservations == {}
 
 
-async def test_a_block_that_comes_again_changes_nothing(receiver: Receiver) -> None:
+async def test_a_duplicate_block_changes_nothing(receiver: Receiver) -> None:
     other_bytes = frames.to_proto([replace(block(0), payload=block(7).payload)])
     frames_sent = [carrying(0, 1), carrying(0, 1), other_bytes, carrying(1, 2)]
     status, _ = await status_of(receiver.stream(), [opening(3), *frames_sent, committing()])
@@ -499,7 +499,7 @@ async def test_a_sender_cannot_send_more_than_it_announced(receiver: Receiver) -
 # --- a sender that goes away ------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_sender_leaves_nothing(receiver: Receiver) -> None:
+async def test_a_cancelled_sender_frees_the_blocks(receiver: Receiver) -> None:
     async def push_half() -> None:
         async with receiver.push(4) as push:
             await push.send(blocks(0, 2))
@@ -531,7 +531,7 @@ async def test_a_sender_cancelled_while_it_waits_for_blocks_reserves_none(receiv
     assert receiver.sink.reservations == {}
 
 
-async def test_a_stream_that_ends_without_commit_leaves_nothing(receiver: Receiver) -> None:
+async def test_a_stream_that_ends_without_commit_frees_the_blocks(receiver: Receiver) -> None:
     call = receiver.stream()
     await call.write(opening(2))
     await call.write(carrying(0, 1))
@@ -556,7 +556,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_killed_sender_leaves_nothing(receiver: Receiver) -> None:
+async def test_a_killed_sender_frees_the_blocks(receiver: Receiver) -> None:
     messages = [message.SerializeToString().hex() for message in (opening(4), carrying(0, 1))]
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDER, receiver.address, *messages)
     try:

@@ -174,7 +174,7 @@ async def test_a_broken_push_is_counted_once_under_its_reason(
 
 @pytest.mark.parametrize("place", ["open", "1", "commit"])
 @pytest.mark.parametrize("error", [UnknownTicketError("expired"), BadBlockError("damaged")])
-async def test_the_refusal_comes_before_the_status(setup: Setup, place: str, error: TransferError) -> None:
+async def test_the_refusal_is_sent_before_the_status(setup: Setup, place: str, error: TransferError) -> None:
     setup.sink.failures[place] = error
     with pytest.raises(Aborted):
         await setup.push(WHOLE)
@@ -185,7 +185,7 @@ async def test_the_refusal_comes_before_the_status(setup: Setup, place: str, err
     assert (f"abort: {error}" in setup.sink.events) == (place != "open")
 
 
-async def test_a_defect_is_told_to_the_sender_and_raised_for_the_log(setup: Setup) -> None:
+async def test_an_internal_error_is_sent_to_the_sender_and_raised_for_the_log(setup: Setup) -> None:
     setup.sink.failures["1"] = RuntimeError("a defect")
     with pytest.raises(RuntimeError, match="a defect"):
         await setup.push(WHOLE)
@@ -208,7 +208,7 @@ async def cancel(responses: AsyncGenerator[pb.PushResponse, None]) -> None:
 
 
 @pytest.mark.parametrize("end", [close, cancel])
-async def test_a_sender_that_leaves_is_counted_and_its_blocks_are_freed(
+async def test_a_disconnected_sender_is_counted_and_its_blocks_are_freed(
     setup: Setup, end: Callable[[AsyncGenerator[pb.PushResponse, None]], Any]
 ) -> None:
     async def requests() -> AsyncIterator[pb.PushRequest]:

@@ -68,7 +68,7 @@ async def pushing(receive: Receive, num_blocks: int, *, first_block: int = 0) ->
 
 @settings(max_examples=20)
 @given(grants=st.lists(st.integers(1, 4), min_size=1, max_size=8), num_per_message=st.integers(1, 3))
-async def test_no_block_goes_without_credit(grants: list[int], num_per_message: int) -> None:
+async def test_no_block_is_sent_without_credit(grants: list[int], num_per_message: int) -> None:
     num_blocks = sum(grants)
     received: list[int] = []
     granted: list[int] = []
@@ -148,7 +148,7 @@ async def test_blocks_that_the_receiver_has_are_not_sent_and_are_counted_as_save
     assert max(summary.send_seconds, summary.credit_wait_seconds) <= summary.seconds
 
 
-async def test_the_refusal_says_more_than_the_status_of_the_call() -> None:
+async def test_the_refusal_has_precedence_over_the_status_of_the_call() -> None:
     async def receive(requests: Any, context: Any) -> AsyncIterator[pb.PushResponse]:
         await anext(requests)
         status = grpc.StatusCode.DATA_LOSS.value[0]

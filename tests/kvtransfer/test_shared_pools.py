@@ -102,7 +102,7 @@ def mapped_epochs(pair: Pair) -> set[str]:
 # --- what is chosen ---------------------------------------------------------------------------------------
 
 
-async def test_workers_of_one_host_share_and_say_so_once(directory: Path) -> None:
+async def test_workers_of_one_host_share_pools_and_log_it_once(directory: Path) -> None:
     async with running_pair(directory) as pair:
         assert [await push_one(pair, f"t{number}") for number in range(3)] == ["shared"] * 3
         assert pair.told == [(SENDER_EPOCH, "shared", "")]
@@ -148,7 +148,7 @@ def another_epoch(pair: Pair) -> None:
         (another_epoch, "another start of the worker"),
     ],
 )
-async def test_what_cannot_be_shared_comes_in_messages_and_one_line_says_why(
+async def test_a_pool_that_cannot_be_shared_falls_back_to_messages_and_logs_the_reason(
     directory: Path, change: Callable[[Pair], None], reason: str
 ) -> None:
     async with running_pair(directory) as pair:
@@ -175,7 +175,7 @@ async def test_a_worker_that_shares_nothing_sends_messages(directory: Path) -> N
         assert pair.told == [("", "grpc", "it shares no pool")]
 
 
-async def test_where_messages_are_chosen_nothing_is_said(directory: Path) -> None:
+async def test_nothing_is_logged_when_messages_are_chosen(directory: Path) -> None:
     async with running_pair(directory, receiver="grpc") as pair:
         assert await push_one(pair, "t") == "grpc"
         assert pair.told == []
@@ -279,7 +279,7 @@ async def test_a_pool_that_could_not_be_mapped_is_asked_for_again_after_a_pause(
         await until(lambda: not another._fetches)
 
 
-async def test_a_caller_that_is_cancelled_leaves_the_mapping_to_the_others(
+async def test_a_cancelled_caller_does_not_cancel_the_mapping_for_the_others(
     directory: Path, borrower: SharedPools
 ) -> None:
     held = PoolSocket(directory, "epoch", allocate_shared(NUM_BYTES).descriptor)
@@ -293,7 +293,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_mapping_to_the_others(
 
 @pytest.mark.parametrize("step", ["socket", "connect", "recv_fds", "mmap"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-async def test_a_mapping_that_fails_at_any_step_leaves_nothing_and_blocks_come_in_messages(
+async def test_a_mapping_that_fails_at_any_step_is_undone_and_blocks_are_sent_in_messages(
     directory: Path, borrower: SharedPools, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
     held = PoolSocket(directory, "epoch", allocate_shared(NUM_BYTES).descriptor)
@@ -362,7 +362,7 @@ async def test_the_memory_of_a_killed_worker_is_unmapped(directory: Path, borrow
     assert names(directory) == []
 
 
-async def test_a_worker_that_stops_leaves_nothing(directory: Path, borrower: SharedPools) -> None:
+async def test_a_worker_that_stops_removes_its_pool(directory: Path, borrower: SharedPools) -> None:
     lender = SharedPools(directory)
     memory = allocate_shared(NUM_BYTES)
     num_before = num_mappings("quire-kv")
@@ -379,7 +379,7 @@ async def test_a_worker_that_stops_leaves_nothing(directory: Path, borrower: Sha
     lender.close()
 
 
-async def test_a_borrower_that_leaves_is_forgotten(directory: Path) -> None:
+async def test_a_disconnected_reader_is_forgotten(directory: Path) -> None:
     lender, borrower = SharedPools(directory), SharedPools(directory)
     lender.share("epoch", allocate_shared(NUM_BYTES).descriptor)
     await map_pool_of(borrower, "epoch")
@@ -390,7 +390,7 @@ async def test_a_borrower_that_leaves_is_forgotten(directory: Path) -> None:
     lender.close()
 
 
-async def test_pushes_that_come_at_once_map_a_pool_once(directory: Path, borrower: SharedPools) -> None:
+async def test_concurrent_pushes_map_a_pool_once(directory: Path, borrower: SharedPools) -> None:
     lender = SharedPools(directory)
     lender.share("epoch", allocate_shared(NUM_BYTES).descriptor)
     pools = await asyncio.gather(*(map_pool_of(borrower, "epoch") for _ in range(8)))
@@ -446,5 +446,5 @@ async def test_a_path_that_is_too_long_shares_nothing(directory: Path) -> None:
         SharedPools(long).share("epoch", allocate_shared(NUM_BYTES).descriptor)
 
 
-async def test_without_an_offer_blocks_come_in_messages(borrower: SharedPools) -> None:
+async def test_without_an_offer_blocks_are_sent_in_messages(borrower: SharedPools) -> None:
     assert await borrower.choose(pb.SharedPool()) is MESSAGES

@@ -390,7 +390,7 @@ async def test_after_an_abort_no_late_block_is_written(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("num_sent", [0, 1, 6])
-async def test_a_sender_that_leaves_at_any_step_undoes_the_push(pair: Pair, num_sent: int) -> None:
+async def test_a_sender_that_disconnects_at_any_step_undoes_the_push(pair: Pair, num_sent: int) -> None:
     async with pair.push(6) as push:
         await push.send(pair.pool.prompt(0, num_sent))
         if not num_sent:

@@ -139,7 +139,9 @@ def test_a_peer_that_is_killed_in_mid_read_is_an_error_at_once(
 
 
 @pytest.mark.usefixtures("short_reads")
-def test_a_stopped_peer_holds_one_slab_until_it_goes_on(agent: NixlAgent, start_holder: StartHolder) -> None:
+def test_a_stopped_peer_occupies_one_slab_until_it_continues(
+    agent: NixlAgent, start_holder: StartHolder
+) -> None:
     stopped, other = start_holder("stopped"), start_holder("other")
     read(agent, stopped, [0])
     stopped.signal(signal.SIGSTOP)
