@@ -66,7 +66,7 @@ def test_every_package_of_the_lock_has_a_hash() -> None:
     assert without == []
 
 
-def test_what_comes_with_torch_has_no_hash_and_no_other_parent() -> None:
+def test_packages_of_torch_have_no_hash_and_no_other_parent() -> None:
     assert "--hash" not in locked.TORCH.read_text()
     for name, package in TORCH.items():
         # NIXL requires torch, which every worker has.
@@ -79,7 +79,7 @@ def test_the_lock_names_no_index(path: Path) -> None:
     assert not re.search(r"://|--(extra-)?index|--find-links", path.read_text())
 
 
-def test_run_installs_what_the_readme_shows_and_nothing_for_tests() -> None:
+def test_run_installs_the_readmes_extras_and_nothing_for_tests() -> None:
     command = "source scripts/setup.sh && echo $RUN_EXTRAS"
     extras = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
@@ -89,14 +89,14 @@ def test_run_installs_what_the_readme_shows_and_nothing_for_tests() -> None:
     assert not {"pytest", "triton", "torch", "matplotlib"} & chosen.keys()
 
 
-def test_an_extra_brings_what_its_packages_need() -> None:
+def test_an_extra_includes_indirect_packages() -> None:
     assert {"numba", "llvmlite", "sympy", "mpmath"} <= locked.select(["worker"]).keys()
     assert "numba" not in locked.select(["http"])
     assert {"setuptools", "grpcio-tools", "protobuf"} <= locked.select(["build"]).keys()
     assert "redis" not in locked.select(["build"])
 
 
-def test_a_package_may_have_a_version_for_each_python(tmp_path: Path) -> None:
+def test_a_package_can_have_a_version_for_each_python(tmp_path: Path) -> None:
     path = tmp_path / "lock.txt"
     path.write_text(
         "# Written by a program.\n"

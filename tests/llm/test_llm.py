@@ -115,14 +115,14 @@ def test_a_prompt_seen_before_is_not_computed_again(tiny: LLM) -> None:
     assert stats.num_generated_tokens == sum(map(len, tokens([first, second])))
 
 
-def test_without_a_limit_an_answer_goes_on_to_the_models_length(tiny: LLM) -> None:
+def test_without_a_limit_an_answer_ends_at_the_models_length(tiny: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     [output] = tiny.generate(prompt(30), params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 400 - 30
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_the_model_and_its_answers_may_be_in_any_thread(tiny: LLM) -> None:
+def test_the_model_and_its_answers_can_be_used_in_any_thread(tiny: LLM) -> None:
     found: list[RequestOutput] = []
     thread = Thread(target=lambda: found.extend(tiny.generate(prompt(20), GREEDY)))
     thread.start()

@@ -142,7 +142,7 @@ def test_a_template_that_refuses(demo: LLM) -> None:
         demo.chat([{"role": "tool", "content": ""}])
 
 
-def test_a_closed_one_says_so(tiny_folder: Path) -> None:
+def test_a_closed_llm_raises_an_error(tiny_folder: Path) -> None:
     with LLM(str(tiny_folder), num_blocks=8) as llm:
         pass
     with pytest.raises(RuntimeError, match="closed"):
@@ -216,7 +216,7 @@ def test_a_model_is_loaded_where_it_was_asked_for(
         LLM(device=device)
 
 
-def test_the_second_ctrl_c_interrupts() -> None:
+def test_the_second_ctrl_c_interrupts_at_once() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         signal.raise_signal(signal.SIGINT)
@@ -227,7 +227,7 @@ def test_the_second_ctrl_c_interrupts() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_program_that_ignores_ctrl_c_still_ignores_it() -> None:
+def test_an_ignored_ctrl_c_remains_ignored() -> None:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with uninterrupted():

@@ -78,7 +78,7 @@ def test_forms_that_contradict_themselves(form: dict[str, Any], message: str) ->
         StructuredOutputsParams(**form)
 
 
-def test_a_format_that_cannot_be_compiled_is_refused_before_anything_runs(tiny: LLM) -> None:
+def test_a_format_that_cannot_be_compiled_is_refused_before_any_request_runs(tiny: LLM) -> None:
     with pytest.raises(ValueError, match=re.escape("sampling_params[1].structured_outputs: ")):
         bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
         tiny.generate(["a", "b"], [SamplingParams(), bad], use_tqdm=False)

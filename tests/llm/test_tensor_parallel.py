@@ -277,7 +277,7 @@ def test_blocks_and_their_origin_are_described_alike(
     assert described[0] == described[1]
 
 
-def test_a_process_that_cannot_be_started_leaks_nothing(
+def test_a_process_that_cannot_be_started_leaks_no_descriptor(
     model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []

@@ -62,7 +62,7 @@ def test_held_out_repeats_itself_and_changes_with_the_seed() -> None:
 
 
 @pytest.mark.parametrize("num_turns", [1, 4])
-def test_held_out_asks_for_what_the_notes_say(num_turns: int) -> None:
+def test_held_out_questions_are_answered_by_their_notes(num_turns: int) -> None:
     for messages, expected in held_out(10, 20, num_turns=num_turns):
         first, last = messages[0], messages[-1]
         assert [message["role"] for message in messages] == ["user", "assistant"] * (num_turns - 1) + ["user"]

@@ -51,7 +51,7 @@ def test_time_ends_a_run_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_as_if_never_stopped(folder: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path) -> None:
     whole = Run(settings(folder))
     first = whole.steps()
     assert next(first).step == 1

@@ -42,7 +42,7 @@ def test_counters_are_shown_as_rates(board: Dashboard) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
-def test_every_panel_says_what_it_shows(board: Dashboard) -> None:
+def test_every_panel_has_a_description(board: Dashboard) -> None:
     panels = panels_of(board)
     assert all(panel.title and panel.targets for panel in panels)
     assert all((panel.description or "").endswith(".") for panel in panels)

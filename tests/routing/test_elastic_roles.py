@@ -217,7 +217,7 @@ def test_a_constant_load_that_can_be_served_is_served_without_flapping(
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_whatever_comes_a_decode_worker_stays_and_changes_keep_their_distance(data: st.DataObject) -> None:
+def test_any_load_keeps_a_decode_worker_and_the_pause_between_changes(data: st.DataObject) -> None:
     now = 0.0
     controller = ElasticRoles(TARGETS, lambda: now)
     roles = {f"w{index}": data.draw(st.sampled_from(["prefill", "decode"])) for index in range(4)}

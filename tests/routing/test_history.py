@@ -52,7 +52,7 @@ def test_no_more_is_remembered_than_the_pool_holds(prompts: list[str], max_block
     assert history.num_cached("a", newest, 1.0) == min(len(newest), max_blocks)
 
 
-def test_a_worker_that_left_is_forgotten_and_others_are_not() -> None:
+def test_only_a_removed_worker_is_forgotten() -> None:
     history = PrefixHistory(ManualClock())
     for worker in WORKERS:
         history.note(worker, hashes("xyx"), 10)

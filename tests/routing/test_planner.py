@@ -100,7 +100,7 @@ def test_a_slow_worker_is_forgiven_with_time(clock: ManualClock) -> None:
     assert rates.get("slow") == rates.get("unknown")
 
 
-def test_what_is_not_usual_says_nothing_about_the_others(clock: ManualClock) -> None:
+def test_an_unusual_measurement_does_not_change_the_rate_of_the_others(clock: ManualClock) -> None:
     rates = Rates(100.0, clock)
     rates.add("a", 1.0, 1.0, is_usual=False)
     assert rates.get("a") == pytest.approx(1.0, rel=0.3)
@@ -157,7 +157,7 @@ def test_without_an_answer_of_the_index_the_history_stands_in(cluster: Cluster) 
     assert cluster.place(prompt(1)).estimate.cached_tokens == 0
 
 
-def test_nothing_is_kept_of_a_worker_whose_prompt_is_computed_after_it_has_left(cluster: Cluster) -> None:
+def test_a_removed_worker_is_forgotten_though_its_prompt_is_computed_later(cluster: Cluster) -> None:
     placement = cluster.place(prompt())
     for worker_id in (placement.computing, "d"):
         cluster.planner.forget(worker_id)
@@ -168,7 +168,7 @@ def test_nothing_is_kept_of_a_worker_whose_prompt_is_computed_after_it_has_left(
     assert not planner._busy_until
 
 
-def test_work_leaves_a_worker_that_turned_slow_and_comes_back_in_time(cluster: Cluster) -> None:
+def test_work_moves_from_a_worker_that_became_slow_and_returns_later(cluster: Cluster) -> None:
     slow = cluster.place(prompt()).computing
     for number in range(1, 9):
         placement = cluster.place(prompt(number), **{"p1" if slow == "p2" else "p2": 10**6})
@@ -231,7 +231,7 @@ def test_a_slow_pull_lowers_the_peers_estimate(apart: Cluster) -> None:
     assert apart.place(prompt(1, {"d": LENGTH})).estimate.peer is None
 
 
-def test_a_unhealthy_peer_is_not_pulled_from(cluster: Cluster) -> None:
+def test_blocks_are_not_pulled_from_an_unhealthy_peer(cluster: Cluster) -> None:
     cluster.decode.append(worker("ill", is_unhealthy=True))
     assert cluster.place(prompt(0, {"ill": LENGTH, "gone": LENGTH})).estimate.peer is None
 
@@ -261,7 +261,7 @@ def test_without_decode_workers_there_is_no_placement(cluster: Cluster) -> None:
 # --- answers to come ----------------------------------------------------------------------------------------
 
 
-def test_a_worker_whose_sequences_will_grow_is_not_taken_for_empty(clock: ManualClock) -> None:
+def test_growing_sequences_count_as_load(clock: ManualClock) -> None:
     cluster = Cluster(clock)
     cluster.decode = [worker("small", 150), worker("large", 200, resident_tokens=1200)]
     # Of 2,400 tokens the prompt and two answers leave nothing to the smaller pool.

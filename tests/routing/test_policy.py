@@ -97,7 +97,7 @@ def test_an_idle_worker_that_can_copy_beats_a_busy_holder() -> None:
     assert prefill(candidates, Peer("holder", 100, 5e7), num_tokens=1700) == ("holder", "prefix")
 
 
-def test_a_jammed_holder_is_passed_over_whatever_it_saves() -> None:
+def test_an_overloaded_holder_is_not_chosen_even_for_a_long_prefix() -> None:
     jam = int(IMBALANCE_SECONDS * RATE) + 1
     holder, idle = worker("holder", 9000, jam), worker("idle")
     assert prefill([holder, idle], num_tokens=9001) == ("idle", "imbalance")
@@ -136,7 +136,7 @@ def test_load_takes_the_shortest_queue() -> None:
 
 
 @pytest.mark.parametrize("policy", Policy)
-def test_a_unhealthy_worker_prefills_nothing_and_decodes_only_when_no_other_can(policy: Policy) -> None:
+def test_an_unhealthy_worker_never_prefills_and_decodes_only_when_no_other_can(policy: Policy) -> None:
     failed, other = worker("a", 64, is_unhealthy=True), worker("b", 0, 500, resident_tokens=500)
     assert prefill([failed, other], policy=policy) == ("b", "only")
     assert prefill([failed], policy=policy) is None

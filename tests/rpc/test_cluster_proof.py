@@ -118,7 +118,7 @@ async def test_health_and_the_description_are_open(channel: grpc.aio.Channel) ->
     assert (await stub_of(channel).GetWorkerInfo(pb.GetWorkerInfoRequest(), timeout=5)).epoch == EPOCH
 
 
-async def test_another_secret_and_another_epoch_are_told_apart(
+async def test_errors_of_another_secret_and_another_epoch_differ(
     server: GrpcServer, channel: grpc.aio.Channel, worker: Worker
 ) -> None:
     other = Peer(channel, Caller(b"another secret"), server.address, EPOCH)
@@ -152,7 +152,7 @@ async def test_a_proof_that_was_overheard_opens_nothing(channel: grpc.aio.Channe
     assert worker.num_calls == 1
 
 
-async def test_an_answer_counts_for_the_address_of_who_gave_it(
+async def test_an_answer_is_valid_only_for_the_address_of_its_server(
     server: GrpcServer, channel: grpc.aio.Channel
 ) -> None:
     """A stranger at another address can pass a call on to a worker, but not the worker's answer back."""
@@ -179,7 +179,9 @@ async def test_a_peer_without_a_secret_gives_no_answer() -> None:
         assert (await call).num_running == 7
 
 
-async def test_what_fails_by_itself_keeps_its_error(channel: grpc.aio.Channel, server: GrpcServer) -> None:
+async def test_a_call_that_fails_for_another_reason_keeps_its_error(
+    channel: grpc.aio.Channel, server: GrpcServer
+) -> None:
     peer = Peer(channel, Caller(b"another secret"), server.address, EPOCH)
     call = stub_of(peer).GetLoad(pb.GetLoadRequest(), timeout=5)
     await peer.check(call)

@@ -39,7 +39,7 @@ def test_an_error_survives_a_pipe(kind: type[ServiceError]) -> None:
 
 
 @given(text=st.text(max_size=2 * MAX_MESSAGE_CHARS))
-def test_what_is_sent_is_short_however_long_the_clients_text_is(text: str) -> None:
+def test_an_error_is_short_however_long_the_clients_text_is(text: str) -> None:
     error = InvalidArgument("f" * 3000, text * 20, metadata={"value": text * 20})
     assert len(error.message) <= MAX_MESSAGE_CHARS + 1
     assert to_status(error).ByteSize() < 16 * MAX_MESSAGE_CHARS + 1000

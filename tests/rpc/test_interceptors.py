@@ -34,7 +34,7 @@ class Mark(OwnCalls):
         ("/grpcx/X", "handler", "/grpcx/X"),
     ],
 )
-async def test_grpcs_own_services_are_left_as_they_are(
+async def test_grpcs_own_services_are_unchanged(
     method: str, handler: str | None, expected: str | None
 ) -> None:
     async def continuation(details: Any) -> Any:

@@ -71,6 +71,6 @@ def test_the_limit_is_exact(generations: list[pb.Generation]) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
-def test_a_message_that_is_cut_off_is_left_to_the_parser(cut: int) -> None:
+def test_a_truncated_message_is_refused_by_the_parser(cut: int) -> None:
     request: Any = pb.GenerateRequest(generation=pb.Generation(text="hello world"))
     check_parts(request.SerializeToString()[:-cut], request.DESCRIPTOR)

@@ -69,7 +69,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 
 @pytest.mark.parametrize("method", ["Tokenize", "GenerateStream"])
-async def test_a_request_that_never_comes_ends_the_call(channel: grpc.aio.Channel, method: str) -> None:
+async def test_a_call_without_a_request_is_ended(channel: grpc.aio.Channel, method: str) -> None:
     call = channel.stream_unary(f"/{NAME}/{method}", None, None)(None)
     error = await failure(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -97,7 +97,7 @@ async def test_half_a_request_ends_the_call(server: GrpcServer, channel: grpc.ai
     assert await answers(channel)
 
 
-async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.3)
     async with grpc_server([], registry=CollectorRegistry(), grace_seconds=0) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)

@@ -131,14 +131,14 @@ async def test_invalid_argument_names_the_field(channel: grpc.aio.Channel) -> No
     assert bad.field_violations[0].field == "text"
 
 
-async def test_unavailable_says_when_to_retry(channel: grpc.aio.Channel) -> None:
+async def test_unavailable_has_the_time_of_the_retry(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="full"))
     _, retry = details(caught.value, ErrorInfo, RetryInfo)
     assert retry.retry_delay.ToMilliseconds() == 250
 
 
-async def test_a_bug_is_internal_logged_and_not_told(channel: grpc.aio.Channel) -> None:
+async def test_a_bug_is_internal_and_logged_and_its_details_are_not_sent(channel: grpc.aio.Channel) -> None:
     stream = io.StringIO()
     configure_logging("info", stream=stream)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -170,7 +170,7 @@ async def test_calls_are_counted_by_code(
     assert count("GenerateStream", "CANCELLED") == 1
 
 
-async def test_who_left_is_told_nothing_and_nothing_is_logged(
+async def test_an_error_after_a_disconnect_is_neither_sent_nor_logged(
     channel: grpc.aio.Channel, registry: CollectorRegistry, servicer: Servicer, caplog: Any
 ) -> None:
     stream = io.StringIO()

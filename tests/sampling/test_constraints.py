@@ -22,7 +22,7 @@ words = st.lists(st.lists(tokens, min_size=1, max_size=2).map(tuple), max_size=6
     eos_token_ids=st.frozensets(tokens),
     min_tokens=st.integers(0, 1),
 )
-def test_a_contradiction_is_found_exactly_if_no_first_token_is_left(
+def test_a_contradiction_is_found_exactly_if_no_first_token_is_allowed(
     allowed: frozenset[int],
     bad_words: list[tuple[int, ...]],
     stop_token_ids: frozenset[int],

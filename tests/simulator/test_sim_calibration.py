@@ -23,14 +23,14 @@ def test_costs_are_linear_between_the_points_and_beyond() -> None:
     assert values == [0.0, 0.5, 1.0, 2.0, 3.0, 5.0]
 
 
-def test_later_tokens_cost_more_where_the_curve_says_so(calibration: Calibration) -> None:
+def test_later_tokens_cost_more_as_the_curve_rises(calibration: Calibration) -> None:
     curved = replace(calibration, prefill=((100, 0.1), (200, 0.4)))
     assert curved.prefill_seconds(200) == pytest.approx(0.4)
     assert curved.prefill_seconds(200, 100) == pytest.approx(0.3)
     assert curved.prefill_seconds(100, 100) == 0.0
 
 
-def test_a_step_of_one_sequence_lasts_as_long_as_measured(calibration: Calibration) -> None:
+def test_a_step_of_one_sequence_takes_the_measured_time(calibration: Calibration) -> None:
     assert calibration.step_seconds(1) == pytest.approx(0.01)
     assert calibration.step_seconds(2) == pytest.approx(0.011)
     assert calibration.step_seconds(7) == pytest.approx(0.016)
@@ -49,7 +49,7 @@ def test_a_calibration_survives_its_file(calibration: Calibration, tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"prefill": 3}', '{"prefill": [], "decode_step": []}'])
-def test_a_file_that_is_no_calibration_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_malformed_calibration_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(CalibrationError, match=r"calibration.json is not a calibration.*--calibrate"):
@@ -62,5 +62,5 @@ def test_points_must_be_positive_and_in_order(calibration: Calibration, prefill:
         replace(calibration, prefill=prefill)
 
 
-def test_the_demo_models_costs_are_included() -> None:
+def test_the_demo_models_costs_are_bundled() -> None:
     assert demo_calibration().block_tokens == 16

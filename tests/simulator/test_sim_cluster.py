@@ -41,7 +41,7 @@ def test_one_request_takes_the_sum_of_its_parts(calibration: Calibration) -> Non
     assert (outcome.cached_tokens, outcome.is_local) == (0, False)
 
 
-def test_prompts_wait_for_each_other_and_reuse_what_came_before(calibration: Calibration) -> None:
+def test_prompts_wait_for_each_other_and_reuse_earlier_blocks(calibration: Calibration) -> None:
     first, second, third = run(
         calibration, request(0.0, 200, 0), request(0.0, 200, 100), request(0.0, 200, 0)
     ).outcomes
@@ -129,7 +129,7 @@ def test_every_request_is_answered_once_and_the_same_each_time(
     assert replay(config, costs, requests) == replayed
 
 
-def test_knowing_prefixes_beats_load(calibration: Calibration) -> None:
+def test_a_policy_that_knows_prefixes_beats_load(calibration: Calibration) -> None:
     requests = make_requests(Workload.SHARED, 300, 4.0, seed=3, block_tokens=16)
     shares = {}
     for policy in Policy:

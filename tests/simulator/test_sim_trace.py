@@ -54,7 +54,7 @@ def test_a_bad_line_is_named(line: str, problem: str, tmp_path: Path) -> None:
         read_trace(path)
 
 
-def test_only_what_was_seen_from_the_beginning_on_can_be_reused() -> None:
+def test_only_prefixes_seen_before_can_be_reused() -> None:
     requests = [
         TraceRequest(0.0, 40, 1, (1, 2, 3)),
         TraceRequest(1.0, 40, 1, (1, 4, 3)),

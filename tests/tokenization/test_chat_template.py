@@ -13,7 +13,7 @@ def test_a_template_shows_tools_and_further_variables() -> None:
     assert template.render([{"tool_calls": [{"id": 7}]}], [{"a": 1}], {"mood": "!"}) == '[{"a": 1}]!7'
 
 
-def test_a_variable_cannot_replace_what_the_template_has_anyway() -> None:
+def test_a_variable_cannot_replace_a_built_in_one() -> None:
     template = ChatTemplate("{{ bos_token }}{{ add_generation_prompt }}", {"bos_token": "<s>"})
     assert not template.shows_tools
     assert template.render([], (), {"bos_token": "x", "add_generation_prompt": "x"}) == "<s>True"

@@ -22,7 +22,7 @@ letters = st.text("abc", max_size=4)
 
 
 @given(pieces=st.lists(letters, max_size=12), stops=st.lists(letters.filter(bool), max_size=4))
-def test_pieces_give_what_the_whole_gives(pieces: list[str], stops: list[str]) -> None:
+def test_the_split_of_a_text_does_not_matter(pieces: list[str], stops: list[str]) -> None:
     matcher, shown, is_stopped = StopMatcher(stops), "", False
     for piece in pieces:
         fed = matcher.feed(piece)
@@ -56,6 +56,8 @@ def test_long_stop_strings_are_found(stop: str, piece: str) -> None:
         ("end", ["the e", "agle"], ["the ", "eagl"]),
     ],
 )
-def test_only_what_may_begin_a_stop_is_held_back(stop: str, pieces: list[str], shown: list[str]) -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
+    stop: str, pieces: list[str], shown: list[str]
+) -> None:
     matcher = StopMatcher([stop])
     assert [matcher.feed(piece).text for piece in pieces] == shown

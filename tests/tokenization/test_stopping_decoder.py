@@ -22,7 +22,7 @@ def run(decoder: StoppingDecoder, token_ids: list[int]) -> tuple[str, str | None
 
 
 @pytest.mark.parametrize("stop", ["wor", "o w", " world, st", "é!"])
-def test_a_stop_string_may_span_tokens(tokenizer: Tokenizer, stop: str) -> None:
+def test_a_stop_string_across_tokens_is_found(tokenizer: Tokenizer, stop: str) -> None:
     whole = "hello world, stop here é!"
     [ids] = tokenizer.encode_batch([whole], add_special_tokens=False)
     text, found, num_taken = run(StoppingDecoder(tokenizer, [stop, "nowhere"]), ids)
@@ -31,7 +31,7 @@ def test_a_stop_string_may_span_tokens(tokenizer: Tokenizer, stop: str) -> None:
     assert stop not in tokenizer.decode(ids[: num_taken - 1])
 
 
-def test_a_part_of_a_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     [ids] = tokenizer.encode_batch(["hello world"], add_special_tokens=False)
     assert run(StoppingDecoder(tokenizer, ["world!"]), ids) == ("hello world", None, len(ids))
 

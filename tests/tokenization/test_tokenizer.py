@@ -195,7 +195,7 @@ async def test_saved_truncation_and_padding_are_off(model_folder: Path, tokenize
     assert await Tokenizer(inner).encode("hello world") == await tokenizer.encode("hello world")
 
 
-def test_a_folder_without_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_tokenizer_has_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(MissingTokenizerError, match="save_pretrained"):
         load_model_files(str(tmp_path))
 
@@ -221,7 +221,7 @@ def render(source: str) -> str:
     return ChatTemplate(source, {}).render(MESSAGES)
 
 
-def test_the_features_that_templates_use_work() -> None:
+def test_functions_that_templates_use() -> None:
     assert render("{{ messages[1].content | tojson }}") == json.dumps("<b>&'ü", ensure_ascii=False)
     assert (
         render("{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}x{% endfor %}") == "x"
