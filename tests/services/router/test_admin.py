@@ -15,7 +15,7 @@ from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import inference_pb2 as inference_pb
 
 
-async def test_workers_are_listed_whether_they_tell_their_load_or_not(pair: Any) -> None:
+async def test_workers_are_listed_with_or_without_a_known_load(pair: Any) -> None:
     await pair.start()
     with AdminClient(pair.running.admin_address) as admin:
         workers = await asyncio.to_thread(admin.workers)
@@ -44,7 +44,7 @@ async def test_a_worker_that_drains_gets_nothing_new(pair: Any) -> None:
     assert stub is not None
 
 
-async def test_a_drain_holds_when_it_returns_and_requests_are_told(pair: Any) -> None:
+async def test_a_drain_is_in_effect_when_it_returns_and_requests_are_refused(pair: Any) -> None:
     stub = await pair.start(poll_seconds=3600, worker_wait_seconds=0.05)
     request = inference_pb.GenerateRequest(generation=inference_pb.Generation(text="say"))
     with AdminClient(pair.running.admin_address) as admin:

@@ -62,7 +62,7 @@ async def test_a_tenants_requests_wait_their_turn_and_others_do_not() -> None:
     assert order == [0, 1, 2]
 
 
-async def test_who_waits_too_long_or_goes_away_takes_no_place() -> None:
+async def test_a_request_that_times_out_or_is_cancelled_takes_no_place() -> None:
     admission, tenant = make_admission(), Tenant("a", max_requests=1, max_waiting=2)
     deadline = time.monotonic() + SOON
     async with admission.admitted(tenant, deadline):
@@ -80,7 +80,7 @@ async def test_who_waits_too_long_or_goes_away_takes_no_place() -> None:
         pass
 
 
-async def test_a_place_that_comes_with_the_cancellation_is_the_next_ones() -> None:
+async def test_a_place_granted_during_the_cancellation_goes_to_the_next_request() -> None:
     admission, tenant = make_admission(), Tenant("a", max_requests=1, max_waiting=2)
     deadline = time.monotonic() + SOON
     first = admission.admitted(tenant, deadline)
@@ -95,7 +95,7 @@ async def test_a_place_that_comes_with_the_cancellation_is_the_next_ones() -> No
         await second
 
 
-async def test_tokens_are_paid_before_the_prompt_and_while_the_answer_comes() -> None:
+async def test_tokens_are_charged_before_the_prompt_and_during_the_answer() -> None:
     now = 0.0
     admission, tenant = make_admission(clock=lambda: now), Tenant("a", tokens_per_minute=600)
     async with admission.admitted(tenant, SOON) as allowance:

@@ -186,7 +186,7 @@ async def test_without_another_worker_nothing_is_copied(setup: Setup) -> None:
     assert [place for place, _ in setup.requests] == ["p"], "a prefill worker is better than none"
 
 
-async def test_only_a_few_copies_run_and_the_others_come_later(setup: Setup) -> None:
+async def test_few_copies_run_at_once_and_the_others_wait(setup: Setup) -> None:
     followed = [setup.follow(str(i)) for i in range(MAX_UNDER_WAY + 1)]
     for each in followed:
         grow(each, INTERVAL_TOKENS)

@@ -9,7 +9,7 @@ from quire.services.router.workers.answer_part import AnswerPart, part_of_output
 LOGPROBS = [pb.TokenLogprobs(logprob=-0.5), pb.TokenLogprobs(logprob=-1.5)]
 
 
-def test_a_part_has_all_that_a_worker_says_about_a_sequence() -> None:
+def test_a_part_has_every_field_of_a_sequence_output() -> None:
     tokens = [
         worker_pb2.SampledToken(token_id=5, logprobs=LOGPROBS[0]),
         worker_pb2.SampledToken(token_id=6, logprobs=LOGPROBS[1]),

@@ -33,7 +33,7 @@ def refusal(error: grpc.aio.AioRpcError) -> InvalidRequest:
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 100_000), (64, 4096)])
-def test_an_answer_that_may_become_too_large_is_refused(n: int, max_tokens: int) -> None:
+def test_an_answer_that_can_become_too_large_is_refused(n: int, max_tokens: int) -> None:
     with pytest.raises(InvalidArgument, match="stream the answer") as caught:
         check_answer_size([generation(), generation(n=n, max_tokens=max_tokens, logprobs=20)])
     assert (caught.value.field, caught.value.reason) == ("stopping.max_tokens", "ANSWER_TOO_LARGE")

@@ -52,7 +52,7 @@ def test_the_limits_themselves_are_allowed() -> None:
     check_batch_size(MAX_BATCH_SIZE)
 
 
-async def test_results_come_as_they_end_and_the_places_are_never_exceeded() -> None:
+async def test_results_arrive_as_they_end_and_the_places_are_never_exceeded() -> None:
     work = Work()
     async with aclosing(batch_answers(GENERATIONS, work.perform, asyncio.Semaphore(2))) as answers:
         found = []
@@ -91,7 +91,7 @@ async def test_a_defect_ends_the_whole_batch() -> None:
     assert work.running == set()
 
 
-async def test_leaving_ends_what_runs_and_begins_nothing_more() -> None:
+async def test_a_cancellation_ends_running_requests_and_starts_no_others() -> None:
     work = Work()
     async with aclosing(batch_answers(GENERATIONS, work.perform, asyncio.Semaphore(2))) as answers:
         work.end("0")

@@ -40,7 +40,7 @@ def piece(index: int, text: str) -> pb.GenerateStreamResponse:
     scores=st.lists(st.sampled_from([-3.0, -2.0, -1.0]), min_size=4, max_size=4),
     num_best=st.integers(1, 4),
 )
-async def test_the_best_come_first_and_whole(
+async def test_the_best_are_first_and_complete(
     pieces: list[tuple[int, str]], scores: list[float], num_best: int
 ) -> None:
     async def responses() -> AsyncGenerator[pb.GenerateStreamResponse, None]:

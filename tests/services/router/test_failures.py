@@ -83,7 +83,7 @@ def test_a_stream_that_ends_too_early_is_tried_again() -> None:
         (failed(Code.INTERNAL, "a defect", REQUEST_FAILED), False, False),
     ],
 )
-def test_a_worker_that_died_is_told_from_one_that_refused_or_was_gone(
+def test_a_death_differs_from_a_refusal_and_from_an_unreachable_worker(
     failure: WorkerCallFailed, is_death: bool, is_unreachable: bool
 ) -> None:
     assert (failure.is_death, failure.is_unreachable) == (is_death, is_unreachable)
@@ -110,7 +110,7 @@ def test_damaged_details_are_no_reason(status: bytes) -> None:
         (failed(Code.NOT_FOUND), Code.INTERNAL, "INTERNAL", None),
     ],
 )
-def test_the_client_learns_what_it_can_do_and_not_which_worker_it_was(
+def test_the_error_has_the_remedy_and_not_the_address_of_the_worker(
     failure: WorkerCallFailed, code: grpc.StatusCode, reason: str, retry_after: float | None
 ) -> None:
     error = to_service_error(failure, "request-7", num_emitted=5, num_retries=2)
@@ -153,7 +153,7 @@ class Draining:
         (3, "DRAINING", "all 3 decode workers are draining"),
     ],
 )
-def test_without_a_decode_worker_the_cause_is_told(num_draining: int, reason: str, text: str) -> None:
+def test_the_error_without_a_decode_worker_has_the_cause(num_draining: int, reason: str, text: str) -> None:
     error = no_decode_worker(cast(WorkerSet, Draining(num_draining)), {"tokens_emitted": "2"})
     assert isinstance(error, Unavailable)
     assert error.reason == reason

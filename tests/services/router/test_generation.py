@@ -82,7 +82,7 @@ async def test_the_unary_call_collects_the_stream(pair: Any) -> None:
     assert whole.usage.prompt_tokens == len((await stub.Tokenize(pb.TokenizeRequest(text=PROMPT))).token_ids)
 
 
-async def test_the_first_token_comes_before_the_push_is_done(cluster: Any) -> None:
+async def test_the_first_token_is_sent_before_the_push_has_ended(cluster: Any) -> None:
     await cluster.add("p", "prefill", pause_before_token=1)
     await cluster.add("d", "decode")
     stub = await cluster.start()
@@ -102,7 +102,7 @@ async def test_a_first_token_that_ends_the_sequence(pair: Any) -> None:
     await asyncio.wait_for(decode.ended.wait(), 5)
 
 
-async def test_a_complaint_that_no_blocks_came_may_overtake_the_only_token(cluster: Any) -> None:
+async def test_an_error_about_missing_blocks_can_overtake_the_only_token(cluster: Any) -> None:
     decode = await cluster.add("d", "decode", is_left_without_blocks=True)
     await cluster.add("p", "prefill", begins_after=decode.ended)
     responses = await stream(await cluster.start(), max_tokens=1)
@@ -111,9 +111,7 @@ async def test_a_complaint_that_no_blocks_came_may_overtake_the_only_token(clust
     assert responses[-1].usage.retries == 0
 
 
-async def test_a_prefill_worker_that_dies_is_to_blame_for_what_the_decode_worker_lacks(
-    pair: Any, fault: Any
-) -> None:
+async def test_a_dead_prefill_worker_is_blamed_for_the_missing_blocks(pair: Any, fault: Any) -> None:
     stub = await pair.start()
     decode = await first_choice(pair, stub, "decode")
     (prefill,) = callers(pair, "prefill")
@@ -260,7 +258,7 @@ async def test_retries_are_bounded(cluster: Any) -> None:
         (ResourceExhausted("full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
 )
-async def test_what_no_other_worker_can_help_is_not_retried(
+async def test_errors_that_no_other_worker_can_avoid_are_not_retried(
     cluster: Any, fault: Any, error: Any, code: Any
 ) -> None:
     worker = await cluster.add("d", "decode", fault=fault(1, error))
@@ -272,7 +270,7 @@ async def test_what_no_other_worker_can_help_is_not_retried(
 
 
 @pytest.mark.parametrize("before_token", [0, 1])
-async def test_a_client_that_leaves_aborts_both_legs(cluster: Any, before_token: int) -> None:
+async def test_a_disconnect_aborts_both_calls(cluster: Any, before_token: int) -> None:
     prefill = await cluster.add("p", "prefill", pause_before_token=before_token)
     decode = await cluster.add("d", "decode")
     stub = await cluster.start()
@@ -317,7 +315,7 @@ async def test_a_prompt_that_a_worker_refuses_is_named_as_the_client_sent_it(pai
     assert caught.value.details() == "text: needs more blocks than there are"
 
 
-async def test_no_decode_worker_is_left(cluster: Any) -> None:
+async def test_without_a_decode_worker_requests_are_unavailable(cluster: Any) -> None:
     await cluster.add("p", "prefill")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream(await cluster.start(worker_wait_seconds=0.05))

@@ -30,7 +30,7 @@ class Streams:
             self.closed.append(name)
 
 
-async def test_every_item_comes_and_each_stream_keeps_its_order() -> None:
+async def test_every_item_arrives_and_each_stream_keeps_its_order() -> None:
     streams = Streams()
     length = 3 * QUEUE_SIZE
     items = [item async for item in merged([streams.count("a", length), streams.count("b", length)])]

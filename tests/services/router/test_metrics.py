@@ -103,7 +103,7 @@ async def test_retries_are_counted_by_role_and_cause(pair: Any, fault: Any, erro
     assert pair.metric("quire_request_phase_seconds_count", phase=Phase.LOOKUP) == 3
 
 
-async def test_a_client_that_leaves_is_no_missed_target(cluster: Any) -> None:
+async def test_a_disconnect_is_no_missed_target(cluster: Any) -> None:
     worker = await cluster.add("d", "decode", pause_before_token=1)
     stub = await cluster.start()
     call = stub.GenerateStream(request(), timeout=10)

@@ -62,7 +62,7 @@ async def start(
     return answer
 
 
-async def test_an_answer_goes_on_elsewhere_without_a_failure(cluster: Any) -> None:
+async def test_an_answer_continues_elsewhere_without_a_failure(cluster: Any) -> None:
     answer = await start(cluster)
     await drain(cluster, "d1")
     responses = await asyncio.wait_for(answer, SECONDS)
@@ -88,7 +88,7 @@ async def test_an_answer_goes_on_elsewhere_without_a_failure(cluster: Any) -> No
     assert cluster.metric("quire_retries_total", role="decode", cause="unavailable") == 0
 
 
-async def test_what_was_filled_during_a_copy_is_copied_too(cluster: Any) -> None:
+async def test_blocks_filled_during_a_copy_are_copied_too(cluster: Any) -> None:
     answer = await start(cluster)
     cluster["d2"].pulled = worker_pb2.PullSummary(num_blocks=1)
     await drain(cluster, "d1")
@@ -96,7 +96,7 @@ async def test_what_was_filled_during_a_copy_is_copied_too(cluster: Any) -> None
     assert len(cluster["d2"].copies) == copies.MAX_COPIES
 
 
-async def test_several_answers_go_on_one_by_one(cluster: Any) -> None:
+async def test_several_answers_continue_one_by_one(cluster: Any) -> None:
     answer = await start(cluster, n=2, temperature=1.0, seed=5)
     await drain(cluster, "d1")
     responses = await asyncio.wait_for(answer, SECONDS)

@@ -85,7 +85,7 @@ def other(channel: int, token_id: int) -> worker_pb2.ChannelOutput:
     return worker_pb2.ChannelOutput(channel=channel, output=worker_pb2.SequenceOutput(tokens=tokens))
 
 
-async def test_a_stream_is_open_once_the_worker_says_so() -> None:
+async def test_a_stream_is_open_after_the_first_message_of_the_worker() -> None:
     connection, on_open = Connection(), Mock()
     stream = OutputReader(connection)
     stream.keep_open(on_open)

@@ -67,7 +67,7 @@ async def test_full_blocks_are_hashed_in_their_scope(is_long: bool, monkeypatch:
         (Index(None), BLOCK_SIZE - 1, {}),
     ],
 )
-async def test_no_holders_are_told_from_no_answer(
+async def test_no_holders_differ_from_no_answer(
     index: Index | None, num_tokens: int, expected: dict[str, int] | None
 ) -> None:
     assert (await lookup(index).look_up(PROMPT[:num_tokens], SCOPE)).cached_by_worker == expected

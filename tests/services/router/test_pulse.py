@@ -78,7 +78,7 @@ def pass_silently(workers: WorkerSet, clock: ManualClock, seconds: float, *punct
         workers.listen()
 
 
-async def test_the_calls_of_a_silent_worker_end_and_no_suspicion_is_left(cluster: Any) -> None:
+async def test_the_calls_of_a_silent_worker_end_without_suspects(cluster: Any) -> None:
     clock, connect = ManualClock(), Unreachable()
     workers, first, second = await two_workers(cluster, clock, connect)
     async with asyncio.timeout(20), background() as spawn, WorkerCalls("r", 0, spawn, free_charge()) as calls:

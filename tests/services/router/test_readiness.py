@@ -120,7 +120,7 @@ async def test_while_all_decode_workers_are_set_aside_the_router_is_not_ready(
     assert (await request).choices
 
 
-async def test_with_one_decode_worker_left_the_router_is_ready(cluster: Any, probed: Probed) -> None:
+async def test_the_router_is_ready_with_one_decode_worker(cluster: Any, probed: Probed) -> None:
     cluster["d1"].is_stalled = True
     await cluster.running.workers._probing.ask(
         next(each for each in cluster.running.workers.all() if each.worker_id == "d1")

@@ -89,7 +89,7 @@ def pushed(num_blocks: int, num_bytes: int) -> worker_pb2.PrefillResponse:
     )
 
 
-def test_what_was_cached_is_that_of_the_first_attempt(setup: Setup) -> None:
+def test_cached_tokens_are_those_of_the_first_attempt(setup: Setup) -> None:
     setup.account.record_prefill(prefilled(32))
     # The next attempt finds what the first one computed.
     setup.account.record_prefill(prefilled(144))
@@ -101,7 +101,7 @@ def test_no_more_is_cached_than_the_prompt_has(setup: Setup) -> None:
     assert setup.account.usage.cached_prompt_tokens == NUM_TOKENS
 
 
-def test_what_was_moved_adds_up_over_the_attempts(setup: Setup) -> None:
+def test_moved_blocks_add_up_over_the_attempts(setup: Setup) -> None:
     for num_blocks, num_bytes in ((3, 300), (2, 200)):
         setup.account.record_prefill(prefilled(0, num_blocks, num_bytes))
         setup.account.record_prefill(pushed(num_blocks, num_bytes))
@@ -110,7 +110,7 @@ def test_what_was_moved_adds_up_over_the_attempts(setup: Setup) -> None:
     assert (usage.blocks_shipped, usage.bytes_shipped) == (5, 500)
 
 
-def test_a_push_leaves_the_logprobs_of_the_prompt(setup: Setup) -> None:
+def test_a_push_does_not_change_the_logprobs_of_the_prompt(setup: Setup) -> None:
     logprobs = [pb.TokenLogprobs(logprob=-1.0)]
     setup.account.record_prefill(worker_pb2.PrefillResponse(prompt_logprobs=logprobs))
     setup.account.record_prefill(pushed(1, 100))
@@ -170,7 +170,7 @@ def test_answers_that_were_lost_together_are_one_retry(setup: Setup) -> None:
     ("code", "level"),
     [(grpc.StatusCode.UNAVAILABLE, logging.WARNING), (grpc.StatusCode.INVALID_ARGUMENT, logging.DEBUG)],
 )
-def test_an_operator_is_warned_of_what_is_not_the_clients_mistake(
+def test_the_log_warns_of_errors_that_are_not_the_clients(
     setup: Setup, code: grpc.StatusCode, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "quire.router")

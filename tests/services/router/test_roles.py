@@ -56,7 +56,7 @@ async def test_the_last_decode_worker_keeps_its_role(pair: Any) -> None:
     assert len(ids(pair, "decode")) == 1
 
 
-async def test_what_cannot_be_is_named(pair: Any, fault: Any) -> None:
+async def test_an_impossible_change_of_role_is_named(pair: Any, fault: Any) -> None:
     await pair.start(poll_seconds=3600)
     with AdminClient(pair.running.admin_address) as admin:
         with pytest.raises(NotFound, match="d1, d2, p1, p2"):
@@ -82,7 +82,7 @@ async def test_a_change_that_another_router_made_is_followed(pair: Any) -> None:
     assert ids(pair, "prefill") == ["d1", "p1", "p2"]
 
 
-async def test_a_request_that_waits_goes_on_when_a_worker_becomes_a_decode_worker(cluster: Any) -> None:
+async def test_a_waiting_request_continues_when_a_worker_becomes_a_decode_worker(cluster: Any) -> None:
     for name in ("p1", "p2"):
         await cluster.add(name, "prefill")
     await cluster.add("d1", "decode")

@@ -62,21 +62,21 @@ async def test_the_unary_call_returns_choices(pair: Any) -> None:
     assert whole.usage.completion_tokens == 2 * len(pair.script.answer)
 
 
-async def test_one_prompt_token_leaves_nothing_to_prefill(pair: Any) -> None:
+async def test_a_prompt_of_one_token_needs_no_prefill(pair: Any) -> None:
     responses = await stream(await pair.start(), [5], n=2)
     assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
     assert not calls(pair, "prefill")
     assert not calls(pair, "decode")[0].remote_prefill
 
 
-async def test_prompt_logprobs_of_samples_come_from_the_decode_worker(pair: Any) -> None:
+async def test_the_decode_worker_sends_the_prompt_logprobs_of_samples(pair: Any) -> None:
     request = generation(n=2)
     request.response.prompt_logprobs = 1
     await (await pair.start()).Generate(pb.GenerateRequest(generation=request), timeout=10)
     assert not calls(pair, "prefill")
 
 
-async def test_the_best_of_several_come_at_the_end(pair: Any) -> None:
+async def test_the_best_of_several_are_sent_at_the_end(pair: Any) -> None:
     pair.script.logprobs = [-0.5, -0.2, -0.9, -0.2]
     stub = await pair.start()
     responses = await stream(stub, n=3, best_of=4)
@@ -162,7 +162,7 @@ async def test_a_failed_prefill_starts_all_samples_again(pair: Any, fault: Any) 
     assert responses[-1].usage.retries in (1, 2)
 
 
-async def test_beams_come_at_the_end_with_their_scores(pair: Any) -> None:
+async def test_beams_are_sent_at_the_end_with_their_scores(pair: Any) -> None:
     stub = await pair.start()
     beam = pb.BeamParams(width=3, length_penalty=0.6, early_stopping=pb.EARLY_STOPPING_ENOUGH)
     responses = await stream(stub, beam=beam)

@@ -120,7 +120,7 @@ async def test_an_abort_whose_channel_is_closed_is_done(
     assert await asyncio.gather(*spawned.tasks, return_exceptions=True) == [None]
 
 
-async def test_a_leg_whose_channel_is_closed_ends(
+async def test_a_worker_call_whose_channel_is_closed_ends(
     silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
 ) -> None:
     servicer, worker, _ = silent
@@ -139,7 +139,7 @@ async def test_a_leg_whose_channel_is_closed_ends(
         assert calls.num_running == 0
 
 
-async def test_an_operator_hears_that_the_worker_left(
+async def test_the_operator_gets_an_error_that_the_worker_has_left(
     silent: tuple[SilentWorker, Worker, WorkerSet],
 ) -> None:
     servicer, worker, workers = silent
@@ -160,7 +160,7 @@ async def test_a_cancelled_copy_is_cancelled_still(silent: tuple[SilentWorker, W
         await copying
 
 
-async def test_what_fails_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failures_in_the_background_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise OSError("lost")
 

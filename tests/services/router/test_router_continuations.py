@@ -63,7 +63,7 @@ async def test_every_rest_completes_the_answer(pair: Any, stopping: dict[str, An
         assert rest[-1].usage.prompt_tokens == whole[-1].usage.prompt_tokens
 
 
-async def test_text_that_one_router_held_back_or_sent_ahead_comes_once(pair: Any) -> None:
+async def test_text_that_one_router_held_back_or_sent_ahead_is_sent_once(pair: Any) -> None:
     stub = await pair.start()
     generation = asked()
     whole = await responses(stub, generation)
@@ -134,7 +134,7 @@ BAD: dict[str, tuple[Callable[[pb.Generation], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_what_cannot_continue_is_refused_by_name(pair: Any, case: str) -> None:
+async def test_answers_that_cannot_continue_are_refused_by_name(pair: Any, case: str) -> None:
     stub = await pair.start()
     change, field = BAD[case]
     whole = await responses(stub, asked())

@@ -51,7 +51,7 @@ def test_large_texts_and_the_largest_lists_pass() -> None:
 
 
 @given(rubbish=st.binary(max_size=200))
-def test_rubbish_is_left_to_the_parser(rubbish: bytes) -> None:
+def test_malformed_messages_are_refused_by_the_parser(rubbish: bytes) -> None:
     check(rubbish, pb.GenerateRequest)
 
 

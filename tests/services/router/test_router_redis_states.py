@@ -180,7 +180,7 @@ async def an_older_replica(server: Server, cluster: Any, stack: AsyncExitStack) 
         an_older_replica,
     ],
 )
-async def test_requests_go_on_and_leases_come_back(
+async def test_requests_continue_and_leases_are_renewed(
     breaks: Callable[[Server, Any, AsyncExitStack], Awaitable[None]], server: Server, cluster: Any
 ) -> None:
     async with serving(cluster, server.process.router_url, server.process.worker_url) as stub:

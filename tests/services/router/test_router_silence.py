@@ -12,7 +12,7 @@ SILENT_SECONDS = 6.0
 """Time for five hastened pings; a server without its limit for them ends the connection at the fourth."""
 
 
-async def test_silent_answers_go_on(hastened_pings: None, cluster: Any) -> None:
+async def test_silent_answers_continue(hastened_pings: None, cluster: Any) -> None:
     """One answer is silent before its first token, one in its middle."""
     workers = [await cluster.add(f"d{index}", "decode") for index in range(2)]
     await cluster.start()

@@ -58,7 +58,7 @@ async def test_a_large_field_is_named(pair: Any, field: str) -> None:
     assert int(error.limit) > 0
 
 
-async def test_an_error_repeats_little_of_what_was_sent(pair: Any) -> None:
+async def test_an_error_repeats_little_of_the_request(pair: Any) -> None:
     stub: pb_grpc.GenerationServiceStub = await pair.start()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Generate(pb.GenerateRequest(generation=pb.Generation(model="x\n" * MANY, token_ids=ONE)))

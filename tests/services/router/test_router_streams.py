@@ -31,7 +31,7 @@ def only_call(decodes: list[FakeWorker]) -> tuple[FakeWorker, worker_pb2.DecodeR
     return worker, call
 
 
-async def test_an_answer_comes_in_the_stream(streaming: Any, cluster: Cluster) -> None:
+async def test_an_answer_is_sent_in_the_stream(streaming: Any, cluster: Cluster) -> None:
     stub, decodes = streaming
     responses = await stream(stub)
     assert ids_of(responses) == cluster.script.answer
@@ -40,7 +40,7 @@ async def test_an_answer_comes_in_the_stream(streaming: Any, cluster: Cluster) -
     assert call.output_channel.stream_id in worker.streams
 
 
-async def test_a_call_that_ends_before_its_outputs_came_is_no_failure(
+async def test_a_call_that_ends_before_its_outputs_arrive_is_no_failure(
     streaming: Any, cluster: Cluster
 ) -> None:
     stub, decodes = streaming
@@ -60,7 +60,7 @@ async def test_a_call_that_ends_before_its_outputs_came_is_no_failure(
 
 
 @pytest.mark.parametrize("loses_call", [True, False], ids=["call lost", "stream lost"])
-async def test_what_is_lost_continues_on_the_other_worker(
+async def test_a_lost_request_continues_on_the_other_worker(
     streaming: Any, cluster: Cluster, loses_call: bool
 ) -> None:
     stub, decodes = streaming

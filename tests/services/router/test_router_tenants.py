@@ -123,7 +123,7 @@ async def test_more_tokens_than_a_tenants_limit(pair: Any, stub: Any, keys: Any)
         assert (await other.generate("hello world")).text == first.text
 
 
-async def test_the_client_knows_what_is_wrong_with_its_key(pair: Any, stub: Any) -> None:
+async def test_the_error_names_the_problem_with_the_key(pair: Any, stub: Any) -> None:
     async with client(pair, "quire-wrong") as connected:
         with pytest.raises(Unauthenticated) as caught:
             await connected.model_info()

@@ -98,7 +98,7 @@ async def serve(stack: AsyncExitStack, intruder: Intruder, port: int = 0) -> Grp
 
 
 @pytest.mark.parametrize("changes", [{}, {"worker_id": "intruder"}, {"num_blocks": 10**6, "epoch": "2"}])
-async def test_a_worker_joins_and_who_passes_its_proof_on_does_not(
+async def test_a_worker_joins_and_an_intermediary_that_forwards_its_proof_does_not(
     cluster: Any, stack: AsyncExitStack, changes: dict[str, Any]
 ) -> None:
     honest = await cluster.add("d1", "decode", secret=SECRET)
@@ -127,7 +127,7 @@ async def test_a_refusal_is_logged_once_with_its_remedy(
     assert all("QUIRE_CLUSTER_SECRET (--cluster-secret)" in problem for problem in problems.values())
 
 
-async def test_the_log_does_not_grow_with_what_an_intruder_writes(
+async def test_records_of_an_intruder_do_not_fill_the_log(
     cluster: Any, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest = await cluster.add("d1", "decode", secret=SECRET)
@@ -145,9 +145,7 @@ async def test_the_log_does_not_grow_with_what_an_intruder_writes(
     assert workers._acceptance._refused == {}
 
 
-async def test_an_operator_may_name_a_worker_otherwise_than_it_does_itself(
-    cluster: Any, stack: AsyncExitStack
-) -> None:
+async def test_an_operator_can_name_a_worker_by_another_address(cluster: Any, stack: AsyncExitStack) -> None:
     honest = await cluster.add("d1", "decode", secret=SECRET)
     port = honest.server.port
     workers = worker_set(stack, StaticMembership([f"localhost:{port}"]))
@@ -157,7 +155,7 @@ async def test_an_operator_may_name_a_worker_otherwise_than_it_does_itself(
     await joined.stub.Abort(worker_pb2.AbortRequest(), timeout=5)
 
 
-async def test_who_keeps_the_lease_of_a_dead_worker_and_takes_its_address_is_dropped(
+async def test_a_stranger_with_the_lease_and_address_of_a_dead_worker_is_dropped(
     cluster: Any, stack: AsyncExitStack
 ) -> None:
     honest = await cluster.add("d1", "decode", secret=SECRET)
@@ -178,7 +176,7 @@ async def test_who_keeps_the_lease_of_a_dead_worker_and_takes_its_address_is_dro
     assert workers.all() == []
 
 
-async def test_who_takes_the_address_of_a_dead_worker_is_found_out(cluster: Any) -> None:
+async def test_a_stranger_at_the_address_of_a_dead_worker_is_detected(cluster: Any) -> None:
     """Its answers reach no client, and the router does not keep it."""
     honest = await cluster.add("d1", "decode", secret=SECRET)
     other = await cluster.add("d2", "decode", secret=SECRET)

@@ -48,7 +48,7 @@ async def test_without_redis_the_workers_are_those_that_were_named(model: Served
     assert sources.expected_fingerprint(b"model") == fingerprint(b"model", SECRET)
 
 
-async def test_redis_tells_the_members_and_their_blocks(model: ServedModel, redis: RedisProcess) -> None:
+async def test_redis_has_the_members_and_their_blocks(model: ServedModel, redis: RedisProcess) -> None:
     client = publisher_client(redis.worker_url)
     lease = WorkerLease(client, 30.0)
     await lease.join(WorkerRecord("w", "prefill", "w:1", "epoch", "print", is_draining=True))
@@ -64,7 +64,7 @@ async def test_redis_tells_the_members_and_their_blocks(model: ServedModel, redi
     assert registry.get_sample_value("quire_index_lookup_seconds_count", {"result": "hit"}) == 1
 
 
-async def test_a_redis_that_does_not_answer_is_told_by_what_needs_it(
+async def test_an_error_about_redis_names_the_feature_that_needs_it(
     model: ServedModel, closed_url: str
 ) -> None:
     registry = CollectorRegistry()

@@ -199,7 +199,7 @@ async def test_suspects_take_turns_on_a_worker() -> None:
     assert not suspects.is_near("d")
 
 
-async def test_suspects_do_not_wait_where_no_worker_is_healthy_nor_for_ever(
+async def test_suspects_wait_neither_without_a_healthy_worker_nor_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("quire.services.router.execution.suspects.PATIENCE_SECONDS", 0.01)

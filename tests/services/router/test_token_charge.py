@@ -48,7 +48,7 @@ def test_each_position_is_charged_once_over_all_attempts(attempts: list[tuple[in
 
 
 @given(prompts=st.lists(st.integers(0, 20)), num_prepaid=st.integers(0, 60))
-def test_prompts_are_charged_beyond_what_was_charged_in_advance(prompts: list[int], num_prepaid: int) -> None:
+def test_prompts_are_charged_beyond_the_charge_in_advance(prompts: list[int], num_prepaid: int) -> None:
     charged: list[int] = []
     request = RequestCharge(charged.append, num_prepaid)
     for num_tokens in prompts:
@@ -115,7 +115,7 @@ async def test_a_lost_beam_search_is_charged_once(
     assert sum(charges) == NUM_PROMPT + 3 * len(pair.script.answer)
 
 
-async def test_what_a_worker_refuses_to_finish_is_charged(
+async def test_a_request_that_a_worker_does_not_finish_is_charged(
     pair: Any, ask: Any, charges: list[int], fault: Any
 ) -> None:
     """No attempt follows an error that another worker would give too."""
@@ -130,7 +130,7 @@ async def test_what_a_worker_refuses_to_finish_is_charged(
             await asyncio.sleep(0.005)
 
 
-async def test_a_deadline_and_a_client_that_leaves_pay_for_what_did_not_arrive(
+async def test_deadlines_and_disconnects_are_charged_for_tokens_that_did_not_arrive(
     pair: Any, ask: Any, charges: list[int]
 ) -> None:
     for name in ("d1", "d2"):

@@ -144,7 +144,7 @@ async def test_a_call_runs_until_its_end_was_seen(setup: Setup) -> None:
                 await setup.next()
 
 
-async def test_a_slow_client_gets_the_outputs_that_have_come_in_one_message(setup: Setup) -> None:
+async def test_a_slow_client_gets_the_waiting_outputs_in_one_message(setup: Setup) -> None:
     worker, connection = setup.worker("a")
     async with setup.calls as calls:
         calls.subscribe(worker)
@@ -184,7 +184,7 @@ async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: S
     assert connection.outputs.unsubscribed == [channel]
 
 
-async def test_leaving_cancels_and_aborts_what_has_not_ended(setup: Setup) -> None:
+async def test_leaving_cancels_and_aborts_unfinished_calls(setup: Setup) -> None:
     ended, (running, connection) = setup.worker("ended")[0], setup.worker("running")
     call = Call(1, is_endless=True)
     async with setup.calls as calls:

@@ -45,7 +45,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_worker_lets_the_oldest_go_first() -> None:
+async def test_the_oldest_request_gets_the_worker_first() -> None:
     workers, admitted = Workers(), list[float]()
     queue = queue_of(workers)
 
@@ -78,7 +78,7 @@ async def test_the_wait_is_limited_by_the_setting_and_the_deadline(
             await queue_of(Workers(), max_wait_seconds).turn(1.0, deadline)
 
 
-async def test_a_request_that_leaves_holds_up_no_other() -> None:
+async def test_a_cancelled_request_delays_no_other() -> None:
     workers = Workers()
     queue = queue_of(workers)
     older, newer = (asyncio.create_task(queue.turn(arrival, math.inf)) for arrival in (1.0, 2.0))
@@ -126,7 +126,7 @@ async def test_requests_wait_and_reach_the_worker_in_their_order(cluster: Any) -
     assert cluster.metric(WAITING) == 0
 
 
-async def test_a_client_that_leaves_frees_its_place(cluster: Any) -> None:
+async def test_a_disconnect_frees_the_place(cluster: Any) -> None:
     worker = await cluster.add("d", "decode")
     stub = await cluster.start(worker_wait_seconds=SECONDS, max_requests=1)
     await gone(cluster, worker)
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_frees_its_place(cluster: Any) -> None:
         (SECONDS, 0.3, grpc.StatusCode.DEADLINE_EXCEEDED, None),
     ],
 )
-async def test_a_request_for_which_no_worker_comes_is_told_why(
+async def test_the_error_without_a_worker_has_the_reason(
     cluster: Any, wait: float, seconds: float, code: grpc.StatusCode, reason: str | None
 ) -> None:
     worker = await cluster.add("d", "decode")
@@ -183,7 +183,7 @@ async def test_requests_wait_for_the_first_worker(cluster: Any) -> None:
     await starting
 
 
-async def test_failures_that_leave_no_worker_use_up_no_retries(
+async def test_failures_without_another_worker_use_up_no_retries(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only worker refuses more often than a request is retried; each time it answers the next probe."""

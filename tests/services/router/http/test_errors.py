@@ -69,13 +69,13 @@ def test_fields_have_the_names_that_clients_send(field: str, name: str) -> None:
 
 
 @given(seconds=st.floats(0, 1e4))
-def test_a_client_is_never_told_to_come_back_too_early(seconds: float) -> None:
+def test_retry_after_is_rounded_up(seconds: float) -> None:
     headers = from_service_error(Unavailable("later", retry_after_seconds=seconds)).headers
     assert int(headers["Retry-After"]) >= seconds > int(headers["Retry-After"]) - 1 or seconds == 0
     assert abs(int(headers["Retry-After-Ms"]) - 1000 * seconds) <= 0.5
 
 
-def test_the_headers_say_how_to_go_on() -> None:
+def test_headers_of_authentication_and_of_useless_retries() -> None:
     assert http_error(401, "who?").headers == {"WWW-Authenticate": "Bearer"}
     assert http_error(500, "a defect").headers == {}
     for reason in (REQUEST_FAILED, SUSPECTED):

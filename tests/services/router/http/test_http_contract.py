@@ -52,7 +52,7 @@ async def test_a_stream_is_events_that_end_with_done(http: ClientSession, path: 
     assert all("usage" not in event for event in events)
 
 
-async def test_the_request_id_is_the_clients_and_comes_back(http: ClientSession) -> None:
+async def test_the_response_has_the_request_id_of_the_client(http: ClientSession) -> None:
     async with http.post("/v1/completions", json=PROMPT, headers={"X-Request-Id": "mine"}) as response:
         assert response.headers["X-Request-Id"] == "mine"
         assert (await response.json())["id"] == "cmpl-mine"
@@ -62,7 +62,7 @@ async def test_the_request_id_is_the_clients_and_comes_back(http: ClientSession)
     assert (status, body["error"]["param"]) == (400, "request_id")
 
 
-async def test_the_request_id_comes_back_with_errors_too(http: ClientSession) -> None:
+async def test_errors_have_the_request_id(http: ClientSession) -> None:
     headers = {"X-Request-Id": "mine"}
     for path, body in (("/v1/completions", {}), ("/v1/none", {}), ("/v1/completions", {"prompt": 5})):
         async with http.post(path, json=body, headers=headers) as response:
@@ -184,7 +184,7 @@ FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_is_wrong_is_named(http: ClientSession) -> None:
+async def test_the_invalid_field_is_named(http: ClientSession) -> None:
     valid: dict[str, dict[str, Any]] = {"/v1/completions": PROMPT, "/v1/chat/completions": CHAT}
     for path, change, param, problem in FIELDS:
         status, body = await post(http, path, {**valid.get(path, {}), **change})
@@ -205,7 +205,7 @@ async def test_the_error_of_an_unknown_route_names_the_list_of_routes(http: Clie
         assert (response.status, len((await response.json())["error"]["message"]) < 600) == (404, True)
 
 
-async def test_another_method_is_told_with_those_that_there_are(http: ClientSession) -> None:
+async def test_a_wrong_method_is_refused_with_the_allowed_ones(http: ClientSession) -> None:
     async with http.get("/v1/chat/completions") as response:
         assert (response.status, response.headers["Allow"]) == (405, "POST")
         error = (await response.json())["error"]
@@ -239,7 +239,7 @@ async def test_a_long_value_is_cut_where_it_is_repeated(http: ClientSession) -> 
         ({"prompt": "say", "response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
-async def test_what_a_worker_refuses_has_the_name_that_was_sent(
+async def test_a_refusal_of_a_worker_has_the_field_name_of_the_request(
     http: ClientSession, pair: Any, fault: Any, body: Any, field: str
 ) -> None:
     kind = "grammar" if field.endswith("choice") else "json_schema"
@@ -293,7 +293,7 @@ async def test_a_prompt_that_a_worker_refuses_has_the_name_that_was_sent(
         ),
     ],
 )
-async def test_what_clients_send_by_default_is_accepted(http: ClientSession, path: str, fields: Any) -> None:
+async def test_default_fields_of_clients_are_accepted(http: ClientSession, path: str, fields: Any) -> None:
     status, body = await post(http, path, {**(PROMPT if path == "/v1/completions" else CHAT), **fields})
     assert status == 200, body
 
@@ -312,12 +312,12 @@ async def test_a_stop_string_is_cut_off_or_kept(
     assert choices[-1]["finish_reason"] == "stop"
 
 
-async def test_the_version_is_told(http: ClientSession) -> None:
+async def test_the_version_endpoint(http: ClientSession) -> None:
     async with http.get("/version") as response:
         assert re.match(r"\d+", (await response.json())["version"])
 
 
-async def test_what_is_no_request_of_the_api(http: ClientSession) -> None:
+async def test_requests_that_the_api_does_not_have(http: ClientSession) -> None:
     json_type = {"Content-Type": "application/json"}
     for send, status, code in (
         (http.post("/v1/completions", data=b"{"), 415, "unsupported_media_type"),
@@ -338,7 +338,7 @@ async def test_what_is_no_request_of_the_api(http: ClientSession) -> None:
         assert error["message"]
 
 
-async def test_a_full_router_says_when_to_come_back(start: Any, pair: Any) -> None:
+async def test_a_full_router_sends_retry_after(start: Any, pair: Any) -> None:
     http = await start(max_requests=1)
     for worker in pair.workers.values():
         worker.pause_before_token = 0
@@ -443,7 +443,7 @@ async def test_the_openapi_document_has_every_route_and_resolves(http: ClientSes
             assert {str(status) for status in _STATUS.values()} <= set(operation["responses"])
 
 
-async def test_the_headers_decide_who_may_call(pair: Any, tmp_path: Path) -> None:
+async def test_the_headers_authorize_a_call(pair: Any, tmp_path: Path) -> None:
     key = new_key(Tenant("blue"))
     keys = tmp_path / "keys"
     keys.write_text(key.line)
@@ -497,7 +497,7 @@ async def test_a_tenants_tokens_are_counted(pair: Any, tmp_path: Path) -> None:
     assert int(response.headers["Retry-After-Ms"]) == pytest.approx(6000 * missing, abs=6000)
 
 
-async def test_a_clients_trace_goes_on(start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clients_trace_is_continued(start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
 
@@ -514,7 +514,7 @@ async def test_a_clients_trace_goes_on(start: Any, pair: Any, monkeypatch: pytes
     assert (span.parent.trace_id, span.parent.span_id) == (int(trace_id, 16), int(span_id, 16))
 
 
-async def test_a_bug_is_told_without_its_details(
+async def test_the_response_to_a_bug_has_no_details(
     http: ClientSession, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*arguments: Any, **options: Any) -> web.Response:
@@ -536,14 +536,14 @@ async def test_a_taken_port_is_an_error(pair: Any) -> None:
             pass
 
 
-async def test_many_connections_may_wait_to_be_accepted(http: ClientSession, pair: Any) -> None:
+async def test_many_connections_wait_to_be_accepted(http: ClientSession, pair: Any) -> None:
     host, _, port = pair.running.http.address.rpartition(":")
     with ExitStack() as stack:
         for _ in range(300):  # this function blocks the event loop, which accepts none of them meanwhile
             stack.enter_context(socket.create_connection((host, int(port)), timeout=0.9))
 
 
-async def test_many_come_and_many_leave(http: ClientSession, pair: Any) -> None:
+async def test_many_concurrent_requests_and_disconnects(http: ClientSession, pair: Any) -> None:
     async def ask(number: int) -> str | None:
         body = {**CHAT, "stream": bool(number % 2), "seed": number}
         async with http.post("/v1/chat/completions", json=body) as response:
@@ -563,7 +563,9 @@ async def test_many_come_and_many_leave(http: ClientSession, pair: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_who_sends_too_slowly_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_sends_too_slowly_is_disconnected(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.services.router.http.server.CALL_MARGIN_SECONDS", 0.1)
     http = await start(request_timeout_seconds=0.1)
     address = http._base_url
@@ -577,7 +579,7 @@ async def test_who_sends_too_slowly_is_cut_off(start: Any, monkeypatch: pytest.M
     writer.close()
 
 
-async def test_nothing_tells_what_it_is_made_of(http: ClientSession) -> None:
+async def test_the_server_header_is_quire(http: ClientSession) -> None:
     for path in ("/health", "/none", "/v1/models"):
         assert (await http.get(path)).headers["Server"] == "quire"
 

@@ -99,7 +99,7 @@ def test_a_value_that_is_not_served_is_refused_by_name(name: str) -> None:
         generation(**{name: REFUSED[name]})
 
 
-def test_what_has_no_effect_is_documented() -> None:
+def test_fields_without_effect_are_documented() -> None:
     rows = (ROOT / "docs" / "openai.md").read_text("utf-8").splitlines()
     (row,) = (row for row in rows if "accepted, without effect" in row)
     assert without_effect() == set(re.findall(r"`([a-z_]+)`", row))

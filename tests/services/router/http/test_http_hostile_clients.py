@@ -85,7 +85,7 @@ async def test_too_many_headers_are_called_that(http: ClientSession, pair: Any) 
         b"Transfer-Encoding: chunked\r\n\r\n" + KEY.encode() + b"\r\n",
     ],
 )
-async def test_a_body_that_is_not_what_it_says(
+async def test_a_body_that_contradicts_its_headers(
     http: ClientSession, pair: Any, caplog: pytest.LogCaptureFixture, body: bytes
 ) -> None:
     async with connected(pair) as (reader, writer):
@@ -116,7 +116,7 @@ async def drip(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("send", [silent, half, drip])
-async def test_headers_have_to_come(
+async def test_headers_time_out(
     start: Any, pair: Any, send: Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]
 ) -> None:
     await start(http_times=HttpTimes(head_seconds=0.1))
@@ -134,7 +134,7 @@ async def test_a_connection_that_has_been_of_use_ends_too(start: Any, pair: Any)
         assert (await reader.read()).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_body_has_to_come(start: Any, pair: Any) -> None:
+async def test_a_body_times_out(start: Any, pair: Any) -> None:
     await start(http_times=HttpTimes(body_seconds=0.1))
     async with connected(pair) as (reader, writer):
         writer.write(POST + b"Content-Length: 99\r\n\r\n{")
@@ -144,7 +144,7 @@ async def test_a_body_has_to_come(start: Any, pair: Any) -> None:
         assert b"within 0.1 s" in await reader.readuntil(b"}}")
 
 
-async def test_each_part_of_a_body_has_to_come(start: Any, pair: Any) -> None:
+async def test_each_part_of_a_body_times_out(start: Any, pair: Any) -> None:
     await start(http_times=HttpTimes(piece_seconds=0.1))
     async with connected(pair) as (reader, writer):
         writer.write(POST + b"Content-Length: 9999\r\n\r\n" + b" " * 2000)
@@ -236,7 +236,7 @@ async def test_an_unknown_expectation_gets_a_status(http: ClientSession, pair: A
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 417")
 
 
-async def test_who_does_not_read_is_cut_off(start: Any, pair: Any) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(start: Any, pair: Any) -> None:
     pair.script.answer[-1:] = pair.script.answer[:4] * 10
     await start(http_times=HttpTimes(read_seconds=0.1))
     (listening,) = pair.running.http._listening.sockets

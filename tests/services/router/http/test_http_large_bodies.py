@@ -36,7 +36,7 @@ async def test_a_body_of_too_many_values_is_refused(http: Any, name: str) -> Non
 @pytest.mark.parametrize(
     "text", ['"' * INLINE_BODY_BYTES, "[,{" * INLINE_BODY_BYTES, '\\"[' * INLINE_BODY_BYTES]
 )
-async def test_what_a_text_holds_does_not_count(http: Any, text: str) -> None:
+async def test_brackets_inside_a_text_do_not_count(http: Any, text: str) -> None:
     async with http.post("/tokenize", json={"prompt": text}) as answer:
         assert answer.status == 200
 

@@ -25,7 +25,7 @@ async def test_offsets_are_those_of_the_text(tokenizer: Tokenizer, skips: bool) 
             assert text.startswith("" if skips else ["<s>", "</s>"][token_id], offset)
 
 
-async def test_offsets_go_on_where_they_were(tokenizer: Tokenizer) -> None:
+async def test_offsets_continue_across_events(tokenizer: Tokenizer) -> None:
     ids = await tokenizer.encode("stop here", add_special_tokens=False)
     whole = TextOffsets(tokenizer, skip_special_tokens=True, start=5)
     pieces = TextOffsets(tokenizer, skip_special_tokens=True, start=5)

@@ -91,7 +91,7 @@ async def test_the_stream_helper_collects_the_same_answer(client: AsyncOpenAI) -
     assert completion.choices[0].message.content == TEXT
 
 
-async def test_counts_go_on_in_every_event(client: AsyncOpenAI) -> None:
+async def test_every_event_has_the_running_counts(client: AsyncOpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = await client.completions.create(
         model="tiny", prompt="say it", max_tokens=50, stream=True, stream_options=options
@@ -145,7 +145,7 @@ async def test_the_salt_reaches_the_workers(client: AsyncOpenAI, pair: Any) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_ends_the_request(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
+async def test_a_disconnect_ends_the_request(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
     for worker in pair.workers.values():
         worker.pause_before_token = 2
     create: Any = client.completions.create
@@ -209,7 +209,7 @@ async def test_a_request_that_fails_by_itself_is_not_repeated(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_the_model_may_make(
+async def test_an_optional_tool_call(
     pair: Any, model_folder: Path, tokenizer: Tokenizer, tmp_path: Path, stream: bool
 ) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "model")

@@ -11,7 +11,7 @@ from quire.services.router.http.openai.responses import AnswerMessage, ChatDelta
 from quire.services.router.http.shared.json_text import to_json
 
 
-def test_members_that_were_not_set_are_left_out() -> None:
+def test_members_that_were_not_set_are_omitted() -> None:
     delta = ChatDelta(index=0, delta=AnswerMessage(content=None), finish_reason=None)
     assert json.loads(to_json(delta)) == {"index": 0, "delta": {"content": None}, "finish_reason": None}
 

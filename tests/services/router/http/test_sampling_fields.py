@@ -32,7 +32,7 @@ def test_signed_values_become_unsigned_ones(seed: int, top_k: int) -> None:
     assert params.top_k == max(top_k, 0)
 
 
-def test_what_is_absent_or_null_is_not_set() -> None:
+def test_absent_and_null_fields_are_not_set() -> None:
     for sent in (fields(), fields(top_k=None, seed=None, temperature=None, unknown=None)):
         assert sampling_params(sent) == pb.SamplingParams(n=1)
         assert stopping_params(sent, None) == pb.StoppingParams()
@@ -77,7 +77,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
         ({"include_usage": True, "continuous_usage_stats": True}, True, True),
     ],
 )
-def test_counts_go_on_only_in_a_stream_that_ends_with_them(
+def test_continuous_usage_needs_a_stream_with_usage(
     options: dict[str, bool] | None, includes: bool, continues: bool
 ) -> None:
     sent = fields(stream_options=options)

@@ -48,7 +48,7 @@ async def data_of(response: ClientResponse) -> list[str]:
     return [event.removeprefix("data: ") for event in text[:-2].split("\n\n")]
 
 
-async def test_events_come_in_order_and_end_with_done() -> None:
+async def test_events_are_in_order_and_end_with_done() -> None:
     async def events() -> Events:
         for prompt in ("a", "b\n\ndata: c"):
             yield Text(prompt=prompt)
@@ -115,7 +115,7 @@ async def test_a_client_that_waits_gets_comments(monkeypatch: pytest.MonkeyPatch
     assert (json.loads(data), end) == ({"prompt": "a"}, "[DONE]")
 
 
-async def test_a_client_that_leaves_ends_the_events() -> None:
+async def test_a_disconnect_ends_the_events() -> None:
     is_closed = asyncio.Event()
 
     async def events() -> Events:

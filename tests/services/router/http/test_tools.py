@@ -35,7 +35,7 @@ def read(reader: CallReader, pieces: list[str]) -> tuple[str, Finished]:
 
 
 @given(st.lists(st.integers(0, 2 * len(CALL) + 8)))
-def test_calls_are_found_whatever_the_pieces(cuts: list[int]) -> None:
+def test_calls_are_found_however_the_text_is_split(cuts: list[int]) -> None:
     text = f"so <b> {CALL}\n{CALL}"
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[start:end] for start, end in itertools.pairwise(places)]
@@ -48,12 +48,12 @@ def test_calls_are_found_whatever_the_pieces(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["a <tool", "<tool_call>{", "<tool_call>[]</tool_call>", "<tool_call>"])
-def test_what_is_no_call_stays_text(text: str) -> None:
+def test_text_without_a_call_is_unchanged(text: str) -> None:
     shown, (rest, calls) = read(CallReader(use(), HERMES), list(text))
     assert (shown + rest, calls) == (text, [])
 
 
-def test_a_template_with_another_form_leaves_the_text() -> None:
+def test_calls_in_another_form_remain_text() -> None:
     shown, (rest, calls) = read(CallReader(use(), PLAIN), [CALL])
     assert (shown + rest, calls) == (CALL, [])
 
@@ -64,7 +64,7 @@ def test_without_tools_nothing_is_looked_for() -> None:
     assert (shown + rest, calls) == (CALL, [])
 
 
-def test_calls_that_may_not_be_parallel_are_one() -> None:
+def test_without_parallel_calls_there_is_one_call() -> None:
     single = use()._replace(is_parallel=False)
     _, (rest, calls) = read(CallReader(single, HERMES), [f"{CALL}\n{CALL}"])
     assert (rest, len(calls)) == ("", 1)

@@ -179,7 +179,7 @@ async def test_a_long_request_keeps_its_lease(routers: Routers, monkeypatch: Any
     await (await begin(second, tenant)).aclose()
 
 
-async def test_tokens_of_all_routers_come_from_one_bucket(routers: Routers) -> None:
+async def test_all_routers_charge_one_bucket(routers: Routers) -> None:
     first, second = await routers.add(), await routers.add()
     tenant = Tenant("tokens", tokens_per_minute=600)
     async with first.admitted(tenant, soon()) as allowance:

@@ -48,7 +48,7 @@ def test_the_wait_is_exact(per_minute: int, spent: list[tuple[float, int]], want
     assert bucket.wait_seconds(wanted) <= ROUNDING
 
 
-def test_debt_is_paid_first_and_more_than_the_capacity_goes_when_full() -> None:
+def test_debt_is_paid_first_and_a_full_bucket_admits_more_than_its_capacity() -> None:
     clock = ManualClock()
     bucket = TokenBucket(60, clock)
     assert bucket.wait_seconds(600) == 0
