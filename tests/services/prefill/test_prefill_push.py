@@ -96,7 +96,7 @@ async def pushed(make_parts: Callable[..., WorkerParts], seconds: float | None) 
     return receiver
 
 
-async def test_a_first_token_that_is_sampled_at_once_is_not_part_of_the_prompt(
+async def test_an_immediate_first_token_is_not_part_of_the_prompt(
     make_parts: Callable[..., WorkerParts],
 ) -> None:
     receiver = await pushed(make_parts, 10.0)
@@ -105,7 +105,7 @@ async def test_a_first_token_that_is_sampled_at_once_is_not_part_of_the_prompt(
 
 # gRPC sends times of more than 1,000 s in units of 10 s, rounded up.
 @pytest.mark.parametrize(("seconds", "received"), [(60.0, 60.0), (7195.0, 7200.0)])
-async def test_a_push_may_take_as_long_as_the_call_that_asked_for_it(
+async def test_a_push_has_the_deadline_of_its_call(
     make_parts: Callable[..., WorkerParts], seconds: float, received: float
 ) -> None:
     receiver = await pushed(make_parts, seconds)

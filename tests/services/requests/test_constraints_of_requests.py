@@ -58,7 +58,7 @@ async def test_bad_words_are_sent_with_and_without_a_space_before_them(model: Se
     assert valid.params.bad_words == (*map(tuple, expected), (5, 6))
 
 
-async def test_absent_constraints_change_no_logits(model: ServedModel) -> None:
+async def test_unset_parameters_change_no_logits(model: ServedModel) -> None:
     assert not (await validate(request(), model)).params.changes_logits
 
 

@@ -33,7 +33,7 @@ def test_the_limits_are_the_workers_and_the_files_are_the_models(model_folder: P
     assert model.tokenizer.decode(model.tokenizer.encode_batch(["end"], add_special_tokens=False)[0]) == "end"
 
 
-def test_an_operator_may_name_the_model_and_its_files(model_folder: Path, tmp_path: Path) -> None:
+def test_an_operator_can_name_the_model_and_its_files(model_folder: Path, tmp_path: Path) -> None:
     model = load_served_model(info(tmp_path / "elsewhere"), source=str(model_folder), name="mine")
     assert model.name == "mine"
     with pytest.raises(BadFileError, match=r"has no tokenizer.json: save one"):

@@ -176,7 +176,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(
     assert (caught.value.field, caught.value.reason) == (kind, "CONTEXT_LENGTH_EXCEEDED")
 
 
-async def test_a_text_that_is_too_long_by_its_tokens_says_how_many(model: ServedModel) -> None:
+async def test_the_error_of_a_long_text_has_its_number_of_tokens(model: ServedModel) -> None:
     with pytest.raises(InvalidArgument, match=r"at most 63 tokens.*got 101"):
         await validate(request(text="x" * 100), model)
 
@@ -256,7 +256,7 @@ async def test_the_longest_prompt_has_room_for_one_token(model: ServedModel) -> 
         sampling(beam=pb.BeamParams(width=2, length_penalty=-10.0)),
     ],
 )
-async def test_constraints_that_allow_a_token_are_accepted(
+async def test_constraints_that_allow_some_token_are_accepted(
     model: ServedModel, generation: pb.Generation
 ) -> None:
     await validate(generation, model)

@@ -57,7 +57,7 @@ def test_numbers_are_short_and_every_line_has_a_time() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", fields["time"])
 
 
-def test_events_below_the_level_are_left_out() -> None:
+def test_events_below_the_level_are_omitted() -> None:
     stream = io.StringIO()
     configure_logging("warning", stream=stream, role="worker")
     log = get_logger("test")

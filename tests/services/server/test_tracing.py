@@ -46,7 +46,7 @@ def ids(span: ReadableSpan) -> tuple[int, int]:
     return span.context.trace_id, span.context.span_id
 
 
-def test_a_clients_trace_goes_on_across_processes(spans: Spans) -> None:
+def test_a_clients_trace_continues_across_processes(spans: Spans) -> None:
     client: list[tuple[str, str | bytes]] = [
         ("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),
         ("x-bin", b"\xff"),
@@ -110,7 +110,7 @@ def test_an_exception_ends_the_span_and_is_named(
     assert spans["request"].status.status_code is status
 
 
-def test_a_request_that_is_not_sampled_is_marked_for_the_workers() -> None:
+def test_workers_learn_that_a_trace_is_not_sampled() -> None:
     spans = Spans(sampler=ALWAYS_OFF)
     with spans.tracer.span("request", ()) as span:
         span.part("lookup", 0.0, 1.0)

@@ -69,7 +69,7 @@ def test_the_chunks_add_up_to_the_whole(tokenizer: Tokenizer, token_ids: list[in
     assert whole.finish_reason == "length"
 
 
-async def test_tokens_after_a_stop_string_are_left_out(tokenizer: Tokenizer) -> None:
+async def test_tokens_after_a_stop_string_are_omitted(tokenizer: Tokenizer) -> None:
     token_ids = await tokenizer.encode("hello world, stop here", add_special_tokens=False)
     answer = writer(tokenizer, stop_strings=("nothing", "stop"))
     answer.add(tokens(token_ids), LENGTH)
@@ -80,7 +80,7 @@ async def test_tokens_after_a_stop_string_are_left_out(tokenizer: Tokenizer) -> 
     assert "here" not in text
 
 
-async def test_a_stop_string_may_be_complete_only_with_the_answer(tokenizer: Tokenizer) -> None:
+async def test_a_stop_string_can_end_at_the_last_token(tokenizer: Tokenizer) -> None:
     # The rest of the character could still come, so its part is text only at the end.
     [*_, part, _] = await tokenizer.encode("🎉", add_special_tokens=False)
     answer = writer(tokenizer, stop_strings=("\ufffd",))

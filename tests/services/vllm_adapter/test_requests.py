@@ -118,7 +118,7 @@ def test_constraints_become_formats(constraint: dict[str, Any], expected: pb.Res
         (request({"logit_bias": {-1: 1.0}}), "sampling_params.logit_bias"),
     ],
 )
-def test_fields_that_are_not_served_are_refused_by_name(refused: vllm.GenerateRequest, field: str) -> None:
+def test_unsupported_fields_are_refused_by_name(refused: vllm.GenerateRequest, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         generation_from_proto(refused)
     assert caught.value.field == field
@@ -160,7 +160,7 @@ SECRET = b"secret"
 TRUST = ClusterTrust(SECRET)
 
 
-def test_a_hand_off_is_read_back_as_a_source() -> None:
+def test_a_hand_off_is_read_as_a_pull_source() -> None:
     text = hand_off("[::1]:50051", "epoch", 24, SECRET)
     source = pull_source(request(kv_transfer_params_json=text), TRUST)
     assert source is not None
@@ -212,7 +212,7 @@ def test_a_hand_off_that_no_worker_of_the_cluster_made_is_refused(change: dict[s
     ("host", "has_tls", "is_taken"),
     [("127.0.0.1", False, True), ("10.0.0.66", False, False), ("10.0.0.66", True, True)],
 )
-def test_without_a_secret_blocks_are_pulled_only_on_this_machine_or_by_tls(
+def test_without_a_secret_blocks_are_pulled_only_locally_or_by_tls(
     host: str, has_tls: bool, is_taken: bool
 ) -> None:
     message = request(kv_transfer_params_json=hand_off(f"{host}:50051", "epoch", 24, b""))

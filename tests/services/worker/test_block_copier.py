@@ -94,7 +94,7 @@ async def test_a_copy_waits_until_the_pool_has_room(setup: Setup) -> None:
     assert (await asyncio.wait_for(copying, 5)).num_blocks == 2
 
 
-async def test_a_copy_whose_time_is_over_gives_its_turn_back(setup: Setup) -> None:
+async def test_a_copy_that_times_out_releases_its_turn(setup: Setup) -> None:
     late = await setup.copy("late", timeout_ms=10)
     assert late.failure == "busy"
     first, waiting = setup.copy("first"), setup.copy("waiting", timeout_ms=10)

@@ -79,7 +79,7 @@ def test_a_block_that_is_allocated_again_is_digested_again(setup: Setup) -> None
     assert setup.num_digests == 2
 
 
-def test_a_block_without_a_hash_may_still_change(setup: Setup) -> None:
+def test_a_block_without_a_hash_is_read_again_when_it_changed(setup: Setup) -> None:
     [block_id] = setup.pool.allocate(1)
     setup.frame(block_id, b"")
     setup.memory.write(block_id, bytes([1]) * SHAPE.block_bytes)

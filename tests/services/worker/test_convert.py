@@ -57,7 +57,7 @@ def test_the_number_of_sequences_is_read() -> None:
         ({"allowed_token_ids": [99999]}, "sampling.allowed_token_ids"),
     ],
 )
-def test_parameters_that_the_engine_does_not_allow_are_refused(sampling: dict[str, Any], field: str) -> None:
+def test_messages_that_the_engine_does_not_allow_are_refused(sampling: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read([1], **sampling)
     assert caught.value.field == field
@@ -68,7 +68,7 @@ def test_a_result_that_cannot_be_converted_ends_its_request() -> None:
         raise OverflowError("scripted")
 
 
-def test_constraints_that_leave_no_token_have_their_paths() -> None:
+def test_constraints_that_forbid_every_token_have_their_paths() -> None:
     paths = {
         "allowed_token_ids": "sampling.allowed_token_ids",
         "bad_words": "sampling.bad_words",

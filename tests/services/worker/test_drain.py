@@ -52,7 +52,7 @@ def start_request() -> asyncio.Task[Any]:
     return asyncio.create_task(asyncio.Event().wait())
 
 
-async def test_a_process_that_stops_waits_for_what_runs() -> None:
+async def test_a_stopping_process_waits_for_running_requests() -> None:
     state, request = WorkerState("decode"), start_request()
     waiting = asyncio.create_task(
         drain_before_exit(state, lambda: [] if request.done() else [request], None, 0.0)
@@ -70,7 +70,7 @@ async def test_a_process_that_stops_waits_for_what_runs() -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_the_end_sends_each_caller_an_error_and_waits_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_informs_each_caller_and_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain_module, "END_SECONDS", 0.01)
     ends, hangs = start_request(), start_request()
     # The client of the second does not read the message that is being sent.

@@ -61,7 +61,7 @@ async def test_tenants_with_equally_costly_formats_take_turns(queue: FormatQueue
     assert sorted(jobs.names[:2]) == sorted(jobs.names[2:4]) == sorted(jobs.names[4:6]) == ["a", "b"]
 
 
-async def test_what_was_used_long_ago_is_forgotten(queue: FormatQueue, clock: ManualClock) -> None:
+async def test_old_use_is_forgotten(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     jobs.is_released.set()
     await queue.run("a", jobs.job("past", 8.0))

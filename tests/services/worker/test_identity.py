@@ -50,7 +50,7 @@ def test_scopes_share_no_blocks() -> None:
     assert len({IDENTITY.root_hash(scope) for scope in scopes}) == len(scopes)
 
 
-def test_no_message_of_the_worker_has_the_secret() -> None:
+def test_nothing_that_the_worker_sends_has_the_secret() -> None:
     state = WorkerState("prefill")
     state.set_draining(True)
     record, info = IDENTITY.record("10.0.0.5:9000", state), IDENTITY.to_proto()

@@ -41,7 +41,7 @@ def test_an_engine_is_reported_as_it_is() -> None:
     assert read("quire_speculation_tokens_total", {"kind": "accepted"}) == 6
 
 
-def test_of_an_engine_that_does_not_answer_nothing_else_is_said() -> None:
+def test_the_scrape_of_an_unresponsive_engine_has_no_other_value() -> None:
     registry = CollectorRegistry()
     registry.register(EngineCollector(lambda: None))
     samples = [sample for metric in registry.collect() for sample in metric.samples]
@@ -63,7 +63,7 @@ class StoppedThread:
 
 
 @pytest.mark.parametrize("thread", [SilentThread(), StoppedThread()])
-def test_a_scrape_does_not_wait_for_ever(thread: Any) -> None:
+def test_a_scrape_has_a_time_limit(thread: Any) -> None:
     assert ask_for_snapshot(thread, timeout_seconds=0.01) is None
 
 
@@ -80,7 +80,7 @@ def test_a_scrape_does_not_wait_for_ever(thread: Any) -> None:
         (14, 14, 0, 0, 12, 0),
     ],
 )
-def test_prefix_hits_are_counted_by_where_the_blocks_were(
+def test_prefix_hits_are_counted_by_tier(
     cached: int, promoted: int, pulled: int, own: int, tier: int, peer: int
 ) -> None:
     registry = CollectorRegistry()

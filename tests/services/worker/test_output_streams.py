@@ -74,7 +74,7 @@ def resting() -> OutputStream:
     return stream
 
 
-async def test_the_first_output_and_the_last_go_at_once_and_the_others_wait(resting: OutputStream) -> None:
+async def test_the_first_and_last_outputs_are_sent_at_once_and_the_others_wait(resting: OutputStream) -> None:
     updates = queue(update(2))
     async with opened(resting) as messages:
         decode = resting.add(7, 1, updates)
@@ -108,7 +108,7 @@ async def test_a_request_waits_for_no_other(resting: OutputStream) -> None:
         assert tokens_of(await reading) == {(2, 0): [9]}
 
 
-async def test_a_stream_that_does_not_rest_sends_each_token_at_once() -> None:
+async def test_a_stream_without_pauses_sends_each_token_at_once() -> None:
     stream, updates = OutputStream(0.0), queue(update(2))
     async with opened(stream) as messages:
         stream.add(1, 1, updates)
@@ -117,7 +117,7 @@ async def test_a_stream_that_does_not_rest_sends_each_token_at_once() -> None:
             updates.put(update(token_id + 1))
 
 
-async def test_waiting_outputs_are_sent_after_the_rest() -> None:
+async def test_waiting_outputs_are_sent_after_the_pause() -> None:
     stream, updates = OutputStream(1e-3), queue(update(2))
     async with opened(stream) as messages:
         stream.add(1, 1, updates)
@@ -231,7 +231,7 @@ async def refused(messages: Messages, error: type[ServiceError]) -> None:
         await anext(messages)
 
 
-async def test_a_decode_that_was_cancelled_sends_nothing(resting: OutputStream) -> None:
+async def test_a_cancelled_decode_frees_everything(resting: OutputStream) -> None:
     async with opened(resting) as messages:
         ended = asyncio.create_task(resting.add(1, 1, queue(update(2))).ended())
         await asyncio.sleep(0)

@@ -58,7 +58,7 @@ async def test_without_a_peer_nothing_is_pulled_or_measured(setup: Setup, kind: 
     assert setup.metric("request_phase_seconds_count", phase="pull") == 0
 
 
-async def test_a_pull_is_measured_and_says_what_came(setup: Setup) -> None:
+async def test_a_pull_is_measured_and_returns_its_blocks(setup: Setup) -> None:
     came, source = worker_pb2.PullSummary(num_blocks=3), worker_pb2.PullSource(address="p:1", num_blocks=5)
     setup.puller.pull.return_value = came
     prompt = sequence()

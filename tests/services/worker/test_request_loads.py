@@ -72,7 +72,7 @@ async def test_reports_are_repeated_though_nothing_has_changed(monkeypatch: pyte
         assert [await reported(told) for _ in range(3)] == [(False, 0)] * 3
 
 
-async def test_load_is_reported_in_time_and_a_stall_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_load_is_sent_in_time_and_a_stall_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_reports, "BEAT_SECONDS", 3600.0)
     state = WorkerState("decode")
     reports = WorkerReports(state)

@@ -126,7 +126,7 @@ async def test_a_format_that_cannot_be_compiled_has_its_status(
         assert caught.value.field == "format.regex"
 
 
-async def test_a_format_that_takes_too_long_may_be_tried_again(
+async def test_a_format_that_takes_too_long_can_be_tried_again(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_reader, "FORMAT_SECONDS", 0.01)

@@ -58,7 +58,7 @@ def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
     assert pool("grpc").descriptor is None
 
 
-def test_without_shared_memory_the_pool_is_private_and_a_line_says_so(
+def test_without_shared_memory_the_pool_is_private_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(models, "allocate_shared", no_shared_memory)

@@ -34,7 +34,7 @@ async def test_a_slow_reader_gets_several_steps_at_once_and_none_is_lost() -> No
     assert numbers == list(range(2 * MAX_BATCH + 3))
 
 
-async def test_the_beginning_is_waited_for_and_left_in_the_queue() -> None:
+async def test_the_first_update_is_awaited_and_remains_in_the_queue() -> None:
     prompt = SequenceUpdate(SEQUENCE, 0, [], SequenceStatus.PREFILLING)
     updates = queue(prompt)
     waiting = asyncio.create_task(updates.begun())
@@ -71,7 +71,7 @@ async def test_an_error_ends_the_request(last: SequenceUpdate | Exception, kind:
         await queue(update(0), last).next_batch()
 
 
-async def test_waiting_updates_are_forwarded_before_later_ones() -> None:
+async def test_waiting_updates_are_passed_on_before_later_ones() -> None:
     updates = queue(update(0), update(1))
     taken: list[SequenceUpdate | Exception] = []
     updates.forward_to(taken.append)

@@ -154,7 +154,7 @@ def test_a_worker_whose_process_is_stopped_answers_no_probe() -> None:
             assert http_status(port, "/ready") == 200
 
 
-def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
+def test_a_worker_whose_engine_hangs_reports_it_and_ends_on_sigterm() -> None:
     with running_worker("hang", grace_seconds=0.2) as process:
         assert process.stdout is not None
         address, port = json.loads(process.stdout.readline())
@@ -175,7 +175,7 @@ def test_a_worker_whose_engine_hangs_says_so_and_ends_on_sigterm() -> None:
     assert "engine_not_stopped" in log
 
 
-def test_a_request_that_outlasts_the_grace_gets_an_error_that_the_worker_stops() -> None:
+def test_a_request_that_outlasts_the_grace_gets_an_error() -> None:
     with running_worker("crawl", 0.5) as process:
         assert process.stdout is not None
         address, _ = json.loads(process.stdout.readline())
