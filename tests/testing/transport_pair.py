@@ -92,7 +92,10 @@ class Target:
         self.first_token_id: int | None = None
         self.reasons: list[str] = []
         self.before_write: Callable[[int], None] = lambda index: None
+        self.commit_error: Exception | None = None
+        self.progress = asyncio.Event()
         self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._writing = threading.Lock()
         self._is_closed = False
 
@@ -104,8 +107,11 @@ class Target:
             copied = bytes(frame.payload)
             frame.check_copy(copied)
             self.held[frame.index] = copied
+        self._loop.call_soon_threadsafe(self.progress.set)
 
     async def commit(self, first_token_id: int | None) -> None:
+        if self.commit_error is not None:
+            raise self.commit_error
         self.first_token_id = first_token_id
         self.ended.set()
 
@@ -128,6 +134,8 @@ class Sink:
         self.allocates = asyncio.Event()
         self.allocates.set()
         self.waiting = asyncio.Event()
+        self.gave_up = asyncio.Event()
+        self.opened = asyncio.Event()
         self.before_write: Callable[[int], None] = lambda index: None
 
     async def open(self, request: pb.PushOpen) -> Target:
@@ -137,9 +145,14 @@ class Sink:
             raise StaleAttemptError("an older attempt")
         del self.tickets[request.ticket_id]
         self.waiting.set()
-        await self.allocates.wait()
+        try:
+            await self.allocates.wait()
+        except asyncio.CancelledError:
+            self.gave_up.set()
+            raise
         target = self.targets[request.ticket_id] = Target()
         target.before_write = self.before_write
+        self.opened.set()
         return target
 
 
@@ -200,7 +213,7 @@ class Pair:
             first_block=first_block,
         )
         arguments: dict[str, Any] = {"sequence_id": "r", "attempt": ATTEMPT, "timeout": WAIT_SECONDS}
-        blocks = PromptBlocks(LAYOUT, num_blocks)
+        blocks = PromptBlocks(changes.pop("layout", LAYOUT), num_blocks)
         return BlockPush(
             self.channels, ticket, blocks=blocks, transports=self.sender, **(arguments | changes)
         )
