@@ -510,6 +510,6 @@ REFUSED: dict[str, tuple[Callable[[Case], object], str]] = {
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(call: Callable[[Case], object], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(call: Callable[[Case], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(make_case([(0, 5)]))

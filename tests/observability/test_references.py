@@ -31,6 +31,6 @@ def test_an_interval_of_grafana_is_read() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["sum(rate(up[5m])", "rate(up)", "up{job=}", "up >"])
-def test_text_that_is_no_promql_is_refused(wrong: str) -> None:
+def test_malformed_promql_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         references(wrong)
