@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -299,3 +300,9 @@ def test_every_folder_of_the_package_has_a_rule() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
     )
     assert {*ALLOWED, "benchmarks"} == set(folders)
+
+
+def test_no_test_file_imports_another() -> None:
+    statement = re.compile(r"^\s*(from|import) tests\..*\b(test_\w+|conftest)\b", re.MULTILINE)
+    paths = (ROOT / "tests").rglob("*.py")
+    assert [path for path in paths if statement.search(path.read_text("utf-8"))] == []
