@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from functools import cache
@@ -54,6 +55,16 @@ def _signal_handlers() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _num_threads() -> Iterator[None]:
+    """Undo a change of torch's number of threads, where a test module has imported torch."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    if torch and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -15,11 +13,10 @@ from quire.engine.model.row_layers import KernelActivation, RowActivation, RowNo
 
 
 @pytest.fixture(params=[1, 3, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest) -> int:
+    num_threads: int = request.param
+    torch.set_num_threads(num_threads)
+    return num_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,6 @@ FILTERS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.05},
     {"top_k": 500, "top_p": 0.9, "min_p": 0.001, "temperature": 0.7},
 )
-
-
-@pytest.fixture(autouse=True)
-def _restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def draws(num_rows: int, **values: Any) -> np.ndarray[Any, np.dtype[Any]]:
