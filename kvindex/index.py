@@ -37,7 +37,15 @@ class PrefixIndex(Protocol):
     """The reading side of an index, which the router uses."""
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        """Return each live worker that holds the first block, and how far its blocks go."""
+        """Return each live worker that holds the first block, and how far its blocks go.
+
+        ::
+
+            prompt      a   b   c   d
+            worker 1    a   b       d       Holding(worker 1, 2): d is unreachable without c
+            worker 2    a   b   c           Holding(worker 2, 3)
+            worker 3        b   c           none: it holds no first block
+        """
         ...
 
 

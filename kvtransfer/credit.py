@@ -9,7 +9,11 @@ class CreditWindow:
     """Keeps the receiver's account of one push of blocks ``[first_block, num_blocks)``.
 
     Invariant: at most ``size`` blocks are granted and not yet taken. A sender that has used up its credit is
-    always granted more, so a push never stalls for lack of credit.
+    always granted more, so a push never stalls for lack of credit. Blocks 2 to 19 with a size of 8::
+
+        grant() == 8            the sender may send blocks 2 to 9
+        take(2), take(3), take(4)         grant() == 0: 5 blocks are open, more than half
+        take(5)                           grant() == 4: up to block 13
     """
 
     def __init__(self, first_block: int, num_blocks: int, size: int) -> None:

@@ -1,4 +1,12 @@
-"""The form of a block on the wire, and the check of its bytes."""
+"""The form of a block on the wire, and the check of its bytes.
+
+::
+
+    messages        [ index | block_hash | digest | payload  ]      up to 2 MiB of blocks in a message
+    shared, nixl    [ index | block_hash | digest | block_id ]      16 MiB: the receiver copies them itself
+
+A block of 512 KiB thus travels with three others in a message, or is named with 31 others.
+"""
 
 from __future__ import annotations
 

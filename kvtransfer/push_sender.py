@@ -63,6 +63,14 @@ class BlockPush:
         async with BlockPush(channels, ticket, ...) as push:
             await push.send([frame, frame])      # returns when the blocks are on their way
             summary = await push.commit(token)   # returns when the receiver has checked and admitted them
+
+    On the wire::
+
+        open ───────────────────► allocate all blocks
+             ◄─────────────────── credit: how many blocks, in messages or out of the sender's pool
+        frames ─────────────────► check and write each block; more credit
+        commit: first token ────► admit the sequence
+             ◄─────────────────── committed, or refused at any time
     """
 
     def __init__(

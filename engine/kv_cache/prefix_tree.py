@@ -6,7 +6,10 @@ from __future__ import annotations
 class PrefixTree:
     """Hashes of blocks, each with its parent.
 
-    No prompt can find a block without its parent, so removing a block also removes its descendants.
+    No prompt can find a block without its parent, so removing a block also removes its descendants::
+
+        a ─┬─ ab ─── abc        remove_subtree(ab) == [abc, ab]
+           └─ ad                add_block(xy, parent x) is False
     """
 
     def __init__(self) -> None:

@@ -29,6 +29,12 @@ class HeldTables(NamedTuple):
 class StepTables:
     """Keeps the tables of the last step, and copies from the sequences' lists only what has changed.
 
+    The row of a sequence whose window has passed three blocks, with an alignment of two blocks::
+
+        block_table    [ -  -  -  7  2  9 ]     three blocks were freed
+        row            [       0  7  2  9 ]     one dummy block, so that two are left out
+        num_left_out     2 blocks = 8 tokens of a block size of 4
+
     Args:
         block_size: tokens per block.
         alignment: a row begins with dummy blocks so that the number of blocks left out is a multiple of this.

@@ -34,9 +34,11 @@ Turns = Mapping[SequenceGroup, int]
 
 
 def fair_shares(demands: Mapping[K, int], capacity: int) -> dict[K, int]:
-    """Return max-min fair shares: nobody gets more than it demands, nor more than those who get less.
+    """Return max-min fair shares: whoever demands less than an equal part gets it, the others share the rest.
 
-    What cannot be divided equally goes to those that come first among equal demands.
+    What cannot be divided equally goes to the first of equal demands::
+
+        fair_shares({"a": 2, "b": 9, "c": 9}, 12) == {"a": 2, "b": 5, "c": 5}
     """
     shares: dict[K, int] = {}
     for key, demand in sorted(demands.items(), key=lambda item: item[1]):
@@ -157,7 +159,13 @@ def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: 
 
 
 def divided(ordered: Sequence[SequenceGroup], capacity: int) -> Turns:
-    """Return the turns of groups, those that have been left out longest first."""
+    """Return the turns of groups, which are given in the order in which they were left out longest.
+
+    Client a has requests for 64 samples and for 1, client b for 4; a step computes 16 sequences::
+
+        clients    a 12, b 4
+        groups     a1 11 of 64, a2 1 of 1, b1 4 of 4
+    """
     first = ordered[0]
     turns = dict.fromkeys(ordered, 0)
     if first.beam is not None:

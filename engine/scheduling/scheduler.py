@@ -259,6 +259,12 @@ class Scheduler:
     def _choose_tokens(self, group: SequenceGroup, budget: _Budget) -> list[ScheduledSequence]:
         """Return which sequences of a group to compute in this step, and how many tokens of each.
 
+        ::
+
+            [ computed tokens | tokens to compute | draft tokens ]      64 tokens are left in the step
+            [        0        |        100        |      0       ]      64: the others in later steps
+            [       90        |         1         |      3       ]      1 + 3 draft tokens to verify
+
         Beams advance together: the step computes the last tokens of all of them, or of none.
         """
         started = self._started_sequences(group, budget.turns.get(group) if budget.turns else None)

@@ -101,7 +101,12 @@ class BlockTables:
         return child
 
     def append(self, sequence: Sequence, num_tokens: int) -> tuple[int, int] | None:
-        """Give a sequence room for its next ``num_tokens`` tokens, which the caller has checked to be there.
+        """Give a sequence room for its next ``num_tokens`` tokens; the caller has checked that there is.
+
+        ::
+
+            block_table [0, 1], 6 computed tokens of a block size of 4, block 1 shared with a fork
+            append 3    [0, 2, 3] and the copy (1, 2); the fork's table is still [0, 1]
 
         Returns:
             If others also read the block of the first of these tokens: that block, and the one that replaces
