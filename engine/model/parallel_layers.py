@@ -1,4 +1,4 @@
-"""Linear layers of one rank: those with a share of the inputs, and the output layer."""
+"""Linear layers of one rank, which add or gather what the ranks compute, and their place in the model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import Collectives, pieces
 from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.parallel_plan import Division, ParallelPlan
 from quire.kernels.cpu.linear import UNIT, linear, sums
 
 
@@ -89,3 +92,24 @@ def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return the first unit of logits of a rank, and the first one of the next rank."""
     num_units = -(-vocab_size // UNIT)
     return num_units * rank // num_ranks, num_units * (rank + 1) // num_ranks
+
+
+def connect_ranks(
+    model: PreTrainedModel, plan: ParallelPlan, vocab_size: int, collectives: Collectives
+) -> None:
+    """Replace the packed layers of a rank whose results depend on the other ranks.
+
+    Raises:
+        UnsupportedModelError: the output layer is no linear layer.
+    """
+    for path, each in plan.linears.items():
+        if each.division is Division.ROW:
+            own = model.get_submodule(path)
+            assert isinstance(own, PackedLinear)
+            borders = each.shares.borders(collectives.num_ranks)
+            model.set_submodule(path, RowLinear(own, borders, collectives))
+    head = model.get_output_embeddings()
+    if not isinstance(head, PackedLinear):
+        raise UnsupportedModelError("its output layer is no linear layer, so ranks cannot divide it")
+    path = next(name for name, module in model.named_modules() if module is head)
+    model.set_submodule(path, DividedHead(head, vocab_size, collectives))

@@ -16,8 +16,8 @@ from quire.engine.model import attention
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
-from quire.engine.model.divided_model import connect_ranks
 from quire.engine.model.packed_linear import pack_linear_layers
+from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.step_recipe import StepRecipe
