@@ -6,38 +6,32 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire.kvtransfer.errors import (
-    BadBlockError,
-    DigestMismatchError,
-    LayoutMismatchError,
-    NoBlocksError,
-    NotSharedError,
-    ProtocolError,
-    SenderGoneError,
-    StaleAttemptError,
-    StaleEpochError,
-    TransferError,
-    UnknownTicketError,
-)
+from quire.kvtransfer import errors
 from quire.kvtransfer.push_sender import PushSummary
 from quire.kvtransfer.transports.transport import Transport
 
 RECEIVER_ERRORS = (
-    BadBlockError,
-    DigestMismatchError,
-    LayoutMismatchError,
-    NoBlocksError,
-    NotSharedError,
-    ProtocolError,
-    SenderGoneError,
-    StaleAttemptError,
-    StaleEpochError,
-    TransferError,
-    UnknownTicketError,
+    errors.BadBlockError,
+    errors.DigestMismatchError,
+    errors.LayoutMismatchError,
+    errors.NoBlocksError,
+    errors.NotSharedError,
+    errors.ProtocolError,
+    errors.SenderGoneError,
+    errors.StaleAttemptError,
+    errors.StaleEpochError,
+    errors.TransferError,
+    errors.UnknownTicketError,
 )
 """Errors with which a receiver ends a push. Each has a counter from the start: a rate needs a first value."""
 
-PULL_FAILURES = (BadBlockError.reason, DigestMismatchError.reason, "evicted", "no_blocks", "timeout")
+PULL_FAILURES = (
+    errors.BadBlockError.reason,
+    errors.DigestMismatchError.reason,
+    "evicted",
+    "no_blocks",
+    "timeout",
+)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
