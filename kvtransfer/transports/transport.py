@@ -11,7 +11,7 @@ from quire.protos import kvtransfer_pb2 as pb
 class Transport(StrEnum):
     """How the bytes of blocks come to a receiver; the values are the names in settings, metrics and logs."""
 
-    MESSAGES = "grpc"
+    MESSAGES = "messages"
     SHARED = "shared"
     NIXL = "nixl"
 

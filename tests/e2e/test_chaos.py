@@ -16,7 +16,7 @@ from tests.soak.chaos.run import ChaosConfig, run_chaos
 SEED, NUM_FAULTS, NUM_OF_EACH, CONCURRENCY = 45, 8, 2, 2
 
 
-@pytest.mark.parametrize("variant", ["tiers", "grpc", "nixl"])
+@pytest.mark.parametrize("variant", ["tiers", "messages", "nixl"])
 async def test_no_fault_makes_an_answer_wrong_or_leaks_resources(variant: Variant) -> None:
     """Workers share pools (with tiers), send blocks in messages, and read them by NIXL."""
     if variant == "nixl" and find_spec("nixl_cu12") is None:

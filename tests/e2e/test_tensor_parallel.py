@@ -273,7 +273,7 @@ async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_pus
     start: Callable[..., Any], victim: str
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}
-    with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="grpc") as stack:
+    with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="messages") as stack:
         ranks, worker = ranks_of(stack, "prefill-0"), stack.workers["prefill-0"].process.pid
         assert worker is not None
         async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):

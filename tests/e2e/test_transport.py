@@ -46,7 +46,7 @@ def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("grpc", "grpc"), ("nixl", "nixl")])
+@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("messages", "messages"), ("nixl", "nixl")])
 async def test_pushes_use_the_chosen_transport_and_the_tokens_are_the_same(
     start_stack: StartStack,
     expected: Any,
@@ -68,7 +68,7 @@ async def test_pushes_use_the_chosen_transport_and_the_tokens_are_the_same(
                 transport: await sample(
                     stack, worker, "quire_kv_transfer_bytes_total", direction=direction, transport=transport
                 )
-                for transport in ("grpc", "shared", "nixl")
+                for transport in ("messages", "shared", "nixl")
             }
             assert counted[used] > 0
             assert sum(counted.values()) == counted[used]
@@ -92,7 +92,7 @@ async def test_pulls_use_nixl_and_a_killed_holder_costs_no_answer(
             assert (pulled.pulled.num_blocks, pulled.pulled.failure) == (200 // 16, "")
             for response in (computed, pulled):
                 assert response.tokens[0].token_id == expected("llama", prompt)[0]
-            for transport in ("grpc", "shared", "nixl"):
+            for transport in ("messages", "shared", "nixl"):
                 labels = {"direction": "pulled", "transport": transport}
                 num_bytes = await sample(stack, "prefill-1", "quire_kv_transfer_bytes_total", **labels)
                 assert (num_bytes > 0) == (transport == "nixl")

@@ -78,7 +78,7 @@ class Setup:
         """Return how many blocks and bytes the metrics say were lent."""
         blocks, size = (
             self.registry.get_sample_value(f"quire_kv_transfer_{unit}_total", {"direction": "lent"} | labels)
-            for unit, labels in (("blocks", {}), ("bytes", {"transport": "grpc"}))
+            for unit, labels in (("blocks", {}), ("bytes", {"transport": "messages"}))
         )
         return blocks, size
 

@@ -70,7 +70,7 @@ def assert_aborted(receiver: Pair) -> None:
 
 
 def running_receiver(window_blocks: int = 8) -> AbstractAsyncContextManager[Pair]:
-    return running_pair(Path(), "grpc", "grpc", window_blocks=window_blocks)
+    return running_pair(Path(), "messages", "messages", window_blocks=window_blocks)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ async def test_a_commit_counts_in_the_senders_metrics(receiver: Pair) -> None:
         TransferMetrics(registry).record_push(await push.commit(FIRST_TOKEN))
     sent = {"direction": "sent"}
     assert registry.get_sample_value("quire_kv_transfer_blocks_total", sent) == 2
-    sent_bytes = registry.get_sample_value("quire_kv_transfer_bytes_total", sent | {"transport": "grpc"})
+    sent_bytes = registry.get_sample_value("quire_kv_transfer_bytes_total", sent | {"transport": "messages"})
     assert sent_bytes == 2 * LAYOUT.block_bytes
     assert registry.get_sample_value("quire_kv_push_seconds_count") == 1
     assert registry.get_sample_value("quire_kv_credit_wait_seconds_count") == 1

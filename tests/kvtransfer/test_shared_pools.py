@@ -153,9 +153,9 @@ async def test_a_pool_that_cannot_be_shared_falls_back_to_messages_and_logs_the_
 ) -> None:
     async with running_pair(directory) as pair:
         change(pair)
-        assert [await push_one(pair, f"t{number}") for number in range(3)] == ["grpc"] * 3
+        assert [await push_one(pair, f"t{number}") for number in range(3)] == ["messages"] * 3
         [(_, transport, told)] = pair.told
-        assert transport == "grpc"
+        assert transport == "messages"
         assert reason in told
         assert mapped_epochs(pair) == set()
 
@@ -170,14 +170,14 @@ async def test_another_user_at_the_socket_is_not_trusted(
 
 
 async def test_a_worker_that_shares_nothing_sends_messages(directory: Path) -> None:
-    async with running_pair(directory, sender="grpc") as pair:
-        assert await push_one(pair, "t") == "grpc"
-        assert pair.told == [("", "grpc", "it shares no pool")]
+    async with running_pair(directory, sender="messages") as pair:
+        assert await push_one(pair, "t") == "messages"
+        assert pair.told == [("", "messages", "it shares no pool")]
 
 
 async def test_nothing_is_logged_when_messages_are_chosen(directory: Path) -> None:
-    async with running_pair(directory, receiver="grpc") as pair:
-        assert await push_one(pair, "t") == "grpc"
+    async with running_pair(directory, receiver="messages") as pair:
+        assert await push_one(pair, "t") == "messages"
         assert pair.told == []
 
 
@@ -193,7 +193,7 @@ async def test_a_receiver_that_must_share_refuses_messages(directory: Path) -> N
 
 
 async def test_a_sender_that_must_share_sends_no_message(directory: Path) -> None:
-    async with running_pair(directory, sender="shared", receiver="grpc") as pair:
+    async with running_pair(directory, sender="shared", receiver="messages") as pair:
         with pytest.raises(NotSharedError, match="this one allows shared"):
             await push_one(pair, "t")
 

@@ -341,7 +341,7 @@ async def test_a_frame_that_is_not_right_is_refused(
 
 
 async def test_a_truncated_payload_is_refused(directory: Path) -> None:
-    async with running_pair(directory, "grpc", "grpc") as pair:
+    async with running_pair(directory, "messages", "messages") as pair:
         payload = pair.pool.payload(0)[:-1]
         code, details = await _ending(
             pair, Transport.MESSAGES, range(1), payload=payload, digest=frames.digest(hash_of(0), payload)

@@ -158,7 +158,7 @@ class Sink:
 
 def open_transports(choice: str, directory: Path, epoch: str, pool: Pool | None, tell: Tell) -> Transports:
     """Open what ``--transport`` would, and offer the pool if there is one."""
-    if choice == "grpc":
+    if choice == "messages":
         return MESSAGES_ONLY
     if choice == "nixl":
         by_nixl = NixlPools(epoch, tell)

@@ -55,7 +55,7 @@ def no_shared_memory(num_bytes: int) -> None:
 def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
     assert pool("auto").descriptor is not None
     assert pool("shared").descriptor is not None
-    assert pool("grpc").descriptor is None
+    assert pool("messages").descriptor is None
 
 
 def test_without_shared_memory_the_pool_is_private_and_the_log_says_so(
@@ -80,7 +80,7 @@ async def test_the_pool_is_offered_in_the_directory(directory: str) -> None:
 
 
 async def test_where_messages_are_chosen_nothing_is_offered(directory: str) -> None:
-    opened = open_transports(config("grpc", directory), "epoch", pool("grpc"))
+    opened = open_transports(config("messages", directory), "epoch", pool("messages"))
     assert not opened.offer.boot_id
     assert names(directory) == []
 
@@ -89,7 +89,7 @@ async def test_where_messages_are_chosen_nothing_is_offered(directory: str) -> N
 async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a_must(
     directory: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = pool("grpc" if problem == "private pool" else "auto")
+    memory = pool("messages" if problem == "private pool" else "auto")
     if problem == "open directory":
         directory += "/open"
         os.mkdir(directory, 0o755)
@@ -97,13 +97,15 @@ async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a
     monkeypatch.setattr(transports, "_log", log)
     assert not open_transports(config("auto", directory), "epoch", memory).offer.boot_id
     [line] = log.info.call_args_list
-    assert (line.args, line.kwargs["transport"]) == (("kv_transport",), "grpc")
+    assert (line.args, line.kwargs["transport"]) == (("kv_transport",), "messages")
     with pytest.raises(SettingError, match="--transport shared is not possible"):
         open_transports(config("shared", directory), "epoch", memory)
 
 
 def test_an_unknown_transport_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(ValueError, match="--transport must be one of auto, grpc, shared, nixl; got 'pigeon'"):
+    with pytest.raises(
+        ValueError, match="--transport must be one of auto, messages, shared, nixl; got 'pigeon'"
+    ):
         config("pigeon")
 
 

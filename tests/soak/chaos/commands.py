@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from quire.rpc.tls import TlsFiles
 
-Variant = Literal["plain", "int8", "tiers", "speculation", "tls", "grpc", "nixl"]
+Variant = Literal["plain", "int8", "tiers", "speculation", "tls", "messages", "nixl"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 GRACE_SECONDS = 10
@@ -48,7 +48,7 @@ def worker_command(
     role = name.partition("-")[0]
     command = [role, *_common(ports, certificate), "--advertise", f"127.0.0.1:{ports.proxy}"]
     command += ["--dtype", "float32", "--threads", "1", "--num-blocks", str(num_blocks)]
-    if variant in ("grpc", "nixl"):
+    if variant in ("messages", "nixl"):
         command += ["--transport", variant]
     if variant == "int8":
         command += ["--kv-cache-dtype", "int8"]
