@@ -19,7 +19,7 @@ DEMO_MODEL = "demo"
 WILDCARDS = frozenset({"0.0.0.0", "::", "[::]"})
 """Hosts that stand for all addresses of a machine; clients cannot connect to them."""
 
-TRANSPORTS = ("auto", "messages", "shared")
+TRANSPORTS = ("auto", "messages")
 PLUG_INS = "quire.transports"
 """The group of entry points that open further transports."""
 
@@ -80,8 +80,8 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "auto",
         "--transport",
         "How workers take KV blocks from each other: auto copies them out of the other's memory on one host, "
-        "and sends messages elsewhere; messages always does so; shared refuses what auto would "
-        "send in messages. Any other name is that of a plug-in; see docs/transport.md.",
+        "and sends messages elsewhere; messages always sends them. Any other name is that of a plug-in; see "
+        "docs/transport.md.",
         Panel.NETWORK,
         problem=_transport_problem,
     )

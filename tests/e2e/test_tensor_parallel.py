@@ -68,7 +68,7 @@ def start(model: Path) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def stack(start: Callable[..., Any]) -> Iterator[RunningStack]:
     """Run workers of one to four processes, which map each other's pools."""
-    with start(SIZES, transport="shared") as running:
+    with start(SIZES) as running:
         yield running
 
 
@@ -178,7 +178,7 @@ async def test_every_pair_of_workers_pushes_a_whole_prompt(stack: RunningStack) 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 async def test_workers_of_the_same_size_push_to_each_other(start: Callable[..., Any], size: int) -> None:
-    with start({"prefill-0": size, "decode-0": size}, transport="shared") as stack:
+    with start({"prefill-0": size, "decode-0": size}) as stack:
         async with connect(stack) as (_, workers):
             prompts = [make_prompt(length, seed=300) for length in (60, 200)]
             for prompt in prompts:
@@ -197,7 +197,7 @@ async def test_more_ranks_than_key_value_heads(
     """Ranks that have the same head write the same bytes: 4 ranks two by two, and 3 ranks unevenly."""
     model = tiny_model("llama", num_key_value_heads=2, **HEADS)
     sizes = {"prefill-0": 4, "decode-0": 3, "decode-1": 1}
-    with start(sizes, model=str(model), transport="shared") as stack:
+    with start(sizes, model=str(model)) as stack:
         async with connect(stack) as (_, workers):
             for seed, (prefill, decode) in enumerate(permutations(sizes, 2), start=200):
                 prompt = make_prompt(60, seed=seed)

@@ -23,22 +23,22 @@ def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Trans
     """Offer the worker's pool to other workers, if the settings and the pool allow.
 
     Raises:
-        SettingError: the settings allow only a transport by which this pool cannot be reached.
+        SettingError: the plug-in that the settings name cannot offer this pool.
     """
     if config.transport == Transport.MESSAGES:
         return MESSAGES_ONLY
+    if config.transport == "auto":
+        return _share(config, epoch, memory)
+    pool = OwnPool(
+        epoch=epoch,
+        address=memory.address,
+        num_bytes=memory.num_bytes,
+        device=memory.device.type,
+        is_divided=config.tensor_parallel_size > 1,
+        has_secret=bool(config.cluster_secret),
+        has_tls=config.cluster_tls is not None,
+    )
     try:
-        if config.transport in ("auto", Transport.SHARED):
-            return _share(config, epoch, memory)
-        pool = OwnPool(
-            epoch=epoch,
-            address=memory.address,
-            num_bytes=memory.num_bytes,
-            device=memory.device.type,
-            is_divided=config.tensor_parallel_size > 1,
-            has_secret=bool(config.cluster_secret),
-            has_tls=config.cluster_tls is not None,
-        )
         [plug_in] = entry_points(group=PLUG_INS, name=config.transport)
         opened: Transports = plug_in.load()(pool, _log_transport)
     except (NotSharedError, OSError) as error:
@@ -48,15 +48,12 @@ def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Trans
 
 def _share(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:
     directory = Path(config.transport_dir) if config.transport_dir else default_directory()
-    is_required = config.transport == Transport.SHARED
-    transports = SharedPools(directory, _log_transport, is_required=is_required)
+    transports = SharedPools(directory, _log_transport)
     try:
         if memory.descriptor is None:
             raise OSError("the pool is not in memory that processes can share")
         transports.share(epoch, memory.descriptor)
     except OSError as error:
-        if is_required:
-            raise
         _log.info("kv_transport", transport=Transport.MESSAGES, reason=f"this worker shares no pool: {error}")
     return transports
 

@@ -22,14 +22,12 @@ from quire.engine.ranks.ranks import Ranks, start_ranks
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.transports.transport import Transport
 from quire.models.source import pin_revision
 from quire.rpc.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.server.process import num_processors
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
-from quire.settings.setting import SettingError
 
 _log = get_logger("worker")
 
@@ -112,15 +110,11 @@ def _allocate_pool(
     allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
     if ranks is not None:
         return allocate(share=ranks.share_pool)
-    if config.transport not in ("auto", Transport.SHARED):
+    if config.transport != "auto":
         return allocate()
     try:
         return allocate(share=allocate_shared)
     except OSError as error:
-        if config.transport == Transport.SHARED:
-            raise SettingError(
-                f"--transport shared needs memory that processes can share: {error}"
-            ) from error
         _log.warning("pool_not_shared", reason=str(error), details="other workers get its blocks in messages")
         return allocate()
 

@@ -19,7 +19,6 @@ from quire.services.worker.blocks import transports
 from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.lifecycle import models
-from quire.settings.setting import SettingError
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")
 CPU = torch.device("cpu")
@@ -54,7 +53,6 @@ def no_shared_memory(num_bytes: int) -> None:
 
 def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
     assert pool("auto").descriptor is not None
-    assert pool("shared").descriptor is not None
     assert pool("messages").descriptor is None
 
 
@@ -67,8 +65,6 @@ def test_without_shared_memory_the_pool_is_private_and_the_log_says_so(
     assert pool("auto").descriptor is None
     [line] = log.warning.call_args_list
     assert line.args == ("pool_not_shared",)
-    with pytest.raises(SettingError, match="no memfd_create"):
-        pool("shared")
 
 
 async def test_the_pool_is_offered_in_the_directory(directory: str) -> None:
@@ -86,7 +82,7 @@ async def test_where_messages_are_chosen_nothing_is_offered(directory: str) -> N
 
 
 @pytest.mark.parametrize("problem", ["private pool", "open directory"])
-async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a_must(
+async def test_a_pool_that_cannot_be_offered_is_read_in_messages(
     directory: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = pool("messages" if problem == "private pool" else "auto")
@@ -98,14 +94,10 @@ async def test_a_pool_that_cannot_be_offered_is_an_error_only_where_sharing_is_a
     assert not open_transports(config("auto", directory), "epoch", memory).offer.boot_id
     [line] = log.info.call_args_list
     assert (line.args, line.kwargs["transport"]) == (("kv_transport",), "messages")
-    with pytest.raises(SettingError, match="--transport shared is not possible"):
-        open_transports(config("shared", directory), "epoch", memory)
 
 
 def test_an_unknown_transport_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(
-        ValueError, match="--transport must be one of auto, messages, shared, nixl; got 'pigeon'"
-    ):
+    with pytest.raises(ValueError, match="--transport must be one of auto, messages, nixl; got 'pigeon'"):
         config("pigeon")
 
 
