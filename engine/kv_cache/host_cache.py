@@ -11,8 +11,8 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.swap_space import SwapSpace
 
 
-class HostCache:
-    """Blocks by hash in host memory.
+class HostCache(SwapSpace):
+    """Blocks by hash in host memory; a host block that was allocated belongs to the caller until it is added.
 
     With a GPU the memory is pinned, and copies are queued on a stream of the device, in order with the steps,
     so the host does not wait for them. Only ``payload``, which gives the CPU access to a block's bytes, waits
@@ -20,8 +20,8 @@ class HostCache:
     """
 
     def __init__(self, memory: KvMemory) -> None:
+        super().__init__(memory.num_blocks)
         self.memory = memory
-        self._space = SwapSpace(memory.num_blocks)
         self._host_ids: OrderedDict[bytes, int] = OrderedDict()
         self._copied: dict[int, torch.cuda.Event] = {}
 
@@ -33,24 +33,6 @@ class HostCache:
 
     def __len__(self) -> int:
         return len(self._host_ids)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks that fit into the cache."""
-        return self._space.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Number of host blocks that are empty and can be allocated now."""
-        return self._space.num_free
-
-    def allocate(self) -> int:
-        """Take an empty host block; the caller has checked ``num_free``."""
-        return self._space.allocate(1)[0]
-
-    def free(self, host_id: int) -> None:
-        """Give back a host block that was allocated but not added."""
-        self._space.free([host_id])
 
     def add_block(self, block_hash: bytes, host_id: int) -> None:
         """Record that a host block holds a block."""
@@ -70,7 +52,7 @@ class HostCache:
         """Forget a block and free its host block, if it is in this cache."""
         host_id = self._host_ids.pop(block_hash, None)
         if host_id is not None:
-            self._space.free([host_id])
+            self.free([host_id])
 
     def pop_for_promotion(self, block_hash: bytes) -> int:
         """Forget a block that the current step copies into the pool; return its host block.
@@ -78,12 +60,8 @@ class HostCache:
         The host block is free after the step.
         """
         host_id = self._host_ids.pop(block_hash)
-        self._space.free_after_step([host_id])
+        self.free_after_step([host_id])
         return host_id
-
-    def end_step(self) -> None:
-        """Free the host blocks whose copies the step has made."""
-        self._space.end_step()
 
     # --- bytes --------------------------------------------------------------------------------------------
 

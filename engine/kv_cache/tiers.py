@@ -179,7 +179,7 @@ class CacheTiers:
             if oldest is None:
                 return None
             self._evict_from_host(*oldest)
-        return self.host.allocate()
+        return self.host.allocate(1)[0]
 
     def _evict_from_host(self, block_hash: bytes, host_id: int) -> None:
         """Move a block that has left host memory to disk, and free its host block."""
@@ -189,7 +189,7 @@ class CacheTiers:
             payload = bytes(self.host.payload(host_id))
             self.disk.store(block_hash, self._tree.parent(block_hash), payload)
             self.counts.demotions["disk"] += 1
-        self.host.free(host_id)
+        self.host.free([host_id])
         if self._is_on_disk(block_hash):
             assert self.disk is not None
             self.disk.touch([block_hash])
@@ -291,7 +291,7 @@ class CacheTiers:
             host_id = self._host_block()
             if host_id is None or block_hash not in self.disk:
                 if host_id is not None:
-                    self.host.free(host_id)
+                    self.host.free([host_id])
                 return False
             load = self._loading[block_hash] = _Load(host_id, [])
             self.disk.read(block_hash, self.host.payload(host_id))
@@ -321,7 +321,7 @@ class CacheTiers:
         block_hash = finished.block_hash
         load = self._loading.pop(block_hash)
         if finished.failure or block_hash not in self._tree or self._is_above_disk(block_hash):
-            self.host.free(load.host_id)
+            self.host.free([load.host_id])
         else:
             self.host.add_block(block_hash, load.host_id)
             self._loaded.add(block_hash)

@@ -21,7 +21,7 @@ def host() -> HostCache:
 
 
 def add(host: HostCache, *names: bytes) -> list[int]:
-    host_ids = [host.allocate() for _ in names]
+    host_ids = host.allocate(len(names))
     for name, host_id in zip(names, host_ids, strict=True):
         host.add_block(name, host_id)
     return host_ids
@@ -44,9 +44,9 @@ def test_an_evicted_block_belongs_to_the_caller_until_it_is_freed(host: HostCach
     assert host.num_free == 0
     assert host.pop_oldest() == (b"a", first)
     assert host.num_free == 0
-    host.free(first)
+    host.free([first])
     assert host.num_free == 1
-    assert host.allocate() == first
+    assert host.allocate(1) == [first]
 
 
 def test_a_promoted_block_is_not_overwritten_before_the_step_has_copied_it(host: HostCache) -> None:
