@@ -51,7 +51,7 @@ class EngineParts:
     """The parts that not every engine has.
 
     Attributes:
-        listener: is told which blocks are cached.
+        listener: is notified which blocks are cached.
         swap_memory: host blocks for preempted groups; None means that there are none.
         host_cache: keeps the blocks that the pool evicts; None means that they are discarded.
         disk_cache: keeps the blocks that the host cache evicts; needs a host cache.

@@ -1,4 +1,4 @@
-"""Runs an engine in a thread of its own, for asyncio services.
+"""Runs an engine in a dedicated thread, for asyncio services.
 
 The event loop never touches the engine. It sends commands, which run between steps, and reads the updates of
 each step, which are handed over once for the whole batch.

@@ -56,7 +56,7 @@ class GuardedIndex:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._turns.acquire()
         except TimeoutError:
-            # Redis has not failed: only too many look-ups came at the same time.
+            # Redis has not failed: only too many look-ups arrived at the same time.
             self._on_fallback(Fallback.BUSY)
             return None
         try:

@@ -1,4 +1,4 @@
-"""The layout of a KV block: its shape, its bytes, and the model that its values come from.
+"""The layout of a KV block: its shape, its bytes, and the model that computed its values.
 
 The engine allocates blocks by it, both ends of a transfer compare it before any byte moves, and block hashes
 are rooted in it.

@@ -47,7 +47,7 @@ class CreditWindow:
             return False
         if index != self._due or index >= self._granted:
             raise ProtocolError(
-                f"block {index} came where block {self._due} was due, with credit up to block {self._granted}"
+                f"block {index} arrived, not block {self._due}, with credit up to block {self._granted}"
             )
         self._due += 1
         return True

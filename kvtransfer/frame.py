@@ -99,7 +99,7 @@ def add_to(
 ) -> None:
     """Append the frames to a message's field, with their digests.
 
-    They have the blocks' bytes if these come in messages, else the blocks' places in the sender's pool.
+    They have the blocks' bytes if these are sent in messages, else the blocks' places in the sender's pool.
     """
     # Frames are built in place: protobuf copies a message, with its payload, when it is put into another.
     for frame in frames:

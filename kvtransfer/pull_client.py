@@ -100,7 +100,7 @@ class BlockPull:
 
     @property
     def transport(self) -> Transport:
-        """How the blocks come; known when the context is entered."""
+        """How the blocks are transferred; known when the context is entered."""
         return self._intake.transport
 
     async def __aexit__(
@@ -145,7 +145,7 @@ class BlockPull:
                 due += len(checked)
                 yield checked
             if due < self.num_blocks:
-                raise ProtocolError(f"{self.num_blocks - due} of {self.num_blocks} blocks did not come")
+                raise ProtocolError(f"{self.num_blocks - due} of {self.num_blocks} blocks did not arrive")
         finally:
             call.cancel()
 
@@ -153,7 +153,7 @@ class BlockPull:
         checked = []
         for frame in self._intake.frames(message.frames, self._block_bytes):
             if frame.index != due or due >= self.num_blocks:
-                raise ProtocolError(f"block {frame.index} came where block {due} was due")
+                raise ProtocolError(f"block {frame.index} arrived when block {due} was due")
             if frame.block_hash != self._block_hashes[due]:
                 raise DigestMismatchError(f"block {due} is not the block that was asked for")
             checked.append(frame)

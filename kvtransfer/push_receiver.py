@@ -139,7 +139,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         self, request: pb.PushRequest, window: CreditWindow, intake: Intake, reservation: Reservation
     ) -> None:
         if request.WhichOneof("message") != "frames":
-            raise ProtocolError("after open come frames and one commit")
+            raise ProtocolError("open must be followed by frames and one commit")
         due = (each for each in request.frames.frames if window.take(each.index))
         for frame in intake.frames(due, self._sink.layout.block_bytes):
             reservation.write(frame)

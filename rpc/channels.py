@@ -94,7 +94,7 @@ class ChannelPool:
                 continue
             is_connected = shared.channel.get_state() is grpc.ChannelConnectivity.READY
             if not is_connected or now - shared.used_at >= IDLE_SECONDS:
-                # Remove it from the pool first, so that no call takes it while it is being closed.
+                # Remove it from the pool first, so that no call uses it while it is being closed.
                 del self._channels[key]
                 await shared.channel.close(None)
 

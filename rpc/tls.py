@@ -113,7 +113,7 @@ class ClusterTls:
 class _Renewal(Generic[T]):
     """Returns a new configuration if the files have changed, or else None.
 
-    A server calls it before each handshake; gRPC does so in a thread of its own.
+    A server calls it before each handshake; gRPC does so in a separate thread.
     """
 
     def __init__(self, files: TlsFiles, read: Callable[[TlsFiles], T]) -> None:

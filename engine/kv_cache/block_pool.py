@@ -25,7 +25,7 @@ class NoFreeBlocksError(Exception):
 
 
 class BlockListener(Protocol):
-    """Is told which block hashes the pool holds. Called from the engine's thread; must not block."""
+    """Is notified which block hashes the pool holds. Called from the engine's thread; must not block."""
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
         """Record that consecutive blocks of a chain became reusable.

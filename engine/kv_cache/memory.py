@@ -19,11 +19,11 @@ Buffer = bytes | memoryview
 class KvMemory:
     """KV blocks as ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
-    On a GPU, ``read`` and ``write`` run on a stream of their own, concurrently with the step. Copies between
+    On a GPU, ``read`` and ``write`` run on a separate stream, concurrently with the step. Copies between
     the GPU and pinned host memory use this stream too, and a step waits only for the blocks that it needs.
 
     Args:
-        shared: memory on the CPU for the blocks, which other processes may map; None means memory of its own.
+        shared: memory on the CPU for the blocks, which other processes may map; None means private memory.
         own_heads: the KV heads that this process computes, if a model is divided among processes that share
             the blocks; None means all.
 

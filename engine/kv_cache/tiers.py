@@ -5,11 +5,11 @@
     pool  --evicted-->  host  --evicted-->  disk  --evicted-->  gone
           <--promoted-        <--promoted-
 
-A block is in the pool or in host memory, never in both. When it is read from disk, its file stays. The
-listener is told when the first tier gets a block, and when the last tier drops it. Each tier evicts its least
-recently used block first. A chain's blocks are touched with children before parents, so children are evicted
-first. If a block must go before its children (its file cannot be written or read), they are dropped with it:
-every cached block has its whole prefix cached.
+A block is in the pool or in host memory, never in both. When it is read from disk, its file is kept. The
+listener is notified when the first tier gets a block, and when the last tier drops it. Each tier evicts its
+least recently used block first. A chain's blocks are touched with children before parents, so children are
+evicted first. If a block must go before its children (its file cannot be written or read), they are dropped
+with it: every cached block has its whole prefix cached.
 
 Eviction copies a block immediately, because the block's next user may write it from another thread. The copy
 back into the pool is planned with the step's other moves, or made immediately between two steps.
@@ -41,7 +41,7 @@ class TierCounts:
     demotions: Counter[str] = field(default_factory=Counter)
     """Evicted blocks by the tier that they moved to; "gone" if no tier took them."""
     promotions: Counter[str] = field(default_factory=Counter)
-    """Blocks that moved up a tier, by the tier that they came from."""
+    """Blocks that moved up a tier, by the tier that they moved from."""
     disk_errors: Counter[str] = field(default_factory=Counter)
 
 
@@ -81,7 +81,7 @@ class CacheTiers:
         host: the tier below the pool.
         disk: the tier below host memory, if any. Blocks of an earlier process in it are cached from the
             start.
-        listener: is told which blocks all tiers together hold.
+        listener: is notified which blocks all tiers together hold.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CacheTiers:
         """Hashes of the pool's blocks, including those that this step copies there."""
         self._loading: dict[bytes, _Load] = {}
         self._loaded: set[bytes] = set()
-        """Hashes of blocks in host memory that came from disk and have not been used since."""
+        """Hashes of blocks in host memory that were read from disk and have not been used since."""
         if disk is not None:
             self._take_over(disk)
 

@@ -149,7 +149,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
 
     Raises:
         UnsupportedModelError: the logits differ by more than rounding errors, or those of a prompt depend on
-            how far another sequence of the step has come.
+            how many tokens of another sequence of the step are computed.
     """
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
@@ -203,7 +203,7 @@ def runs_alike(
 ) -> bool:
     """Return whether another way to run a model over some memory gives the same bits as its modules.
 
-    The steps have a chunk of a prompt, the rest of it beside another prompt at the last positions, and
+    The steps have a chunk of a prompt, the rest of it together with another prompt at the last positions, and
     single tokens.
     """
     device, dtype = _device(module), next(module.parameters()).dtype

@@ -129,7 +129,7 @@ class Collectives:
     Attributes:
         memory: what the ranks share.
         rank: this rank.
-        num_rounds: rounds that this rank has come to.
+        num_rounds: rounds that this rank has reached.
         failure: why the ranks have failed, if this process knows it.
     """
 

@@ -42,7 +42,7 @@ _FEWEST_POSITIONS = 512
 _MOST_KEPT_LOGITS = 256
 """Rows of logits for which memory is kept from step to step."""
 _KEPT = {"hidden": "qkv", "attended": "queries"}
-"""Buffers of tokens that a program still computes in the last layer, beside free buffers for their copies."""
+"""Buffers of the tokens that the last layer still computes, next to free buffers for their copies."""
 _CACHE_LINE = 8
 """Counters that fill a cache line."""
 _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -322,7 +322,7 @@ def _num_weights(recipe: StepRecipe) -> int:
 
 
 def _columns(layer: LayerRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
-    """Return the first columns of keys and of values beside the queries, and the number of columns."""
+    """Return the first columns of keys and of values next to the queries, and the number of columns."""
     ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
     if len(ends) == 3:
         return ends[0], ends[1], ends[2]

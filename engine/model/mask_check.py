@@ -19,7 +19,7 @@ _WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
 
 
 class OwnMaskError(Exception):
-    """A mask did not come from transformers' mask interface, so its mask function is unknown."""
+    """A mask was not made by transformers' mask interface, so its mask function is unknown."""
 
 
 class MaskObserver:

@@ -107,7 +107,7 @@ class ModelRunner:
         """Return logits ``[num_sequences + num_draft_tokens + num_scored, vocab_size]``.
 
         For each sequence there is a row after its last token, followed by one row after each of its draft
-        tokens. After the rows of all sequences come those of ``Sequence.positions_to_score``.
+        tokens. The rows of all sequences are followed by those of ``Sequence.positions_to_score``.
         """
         if self._compiled is not None:
             return self._compiled.run(step)

@@ -16,7 +16,7 @@ from quire.engine.sequences.schedule import StepKind
 TICK_SECONDS = 0.1
 """Seconds between two observations."""
 _MOST_OBSERVED_SECONDS = 1.5 * TICK_SECONDS
-"""Most seconds that count between two observations: on a machine where they come late, steps are late too."""
+"""Most seconds that count between two observations: on a machine where they are late, steps are late too."""
 STALL_SECONDS = 1.5
 """Seconds below which a step never counts as stalled, unless ``max_seconds`` is lower."""
 UNKNOWN_STALL_SECONDS = 8.0

@@ -142,7 +142,7 @@ class FairTurns:
 
 
 def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: int) -> bool:
-    """Return whether a group may start beside running ones that leave too few of ``capacity`` sequences."""
+    """Return whether a group may start although running ones leave too few of ``capacity`` sequences."""
     slots_of = {other: other.num_slots for other in running}
     clients: Counter[str] = Counter()
     for other, num_slots in slots_of.items():

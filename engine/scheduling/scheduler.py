@@ -294,7 +294,7 @@ class Scheduler:
         """Return the sequences of a group that can be computed, only the first ones if there are too many.
 
         After a preemption all sequences may have to be recomputed. The others then wait until the first one
-        has sealed the blocks of the prompt. Otherwise each would compute the prompt into blocks of its own.
+        has sealed the blocks of the prompt. Otherwise each would compute the prompt into separate blocks.
         """
         first, *others = group.sequences[:most]
         started = [first]

@@ -168,7 +168,7 @@ class Transfers:
         )
 
     def end_deadlocked(self) -> bool:
-        """End the newest transfer if only waiting transfers hold blocks, so that none would come free.
+        """End the newest transfer if only waiting transfers hold blocks, so that none would be freed.
 
         Returns:
             Whether it was ended; its blocks are free then.

@@ -1,4 +1,4 @@
-"""Draft tokens of a smaller model with the same vocabulary, over paged blocks of its own.
+"""Draft tokens of a smaller model with the same vocabulary, over separate paged blocks.
 
 The draft model samples with the random numbers that the sequence itself will use at the same positions. Both
 models invert their cumulative distributions at the same number, so they agree more often than two independent

@@ -1,4 +1,4 @@
-"""Tries formats, each in a process of its own, so that no format can crash the server.
+"""Tries formats, each in a separate process, so that no format can crash the server.
 
 A chain of 3,500 rules overflows the compiler's stack, a regular expression of 30 KB takes 900 MB, and a
 schema of 43 bytes takes minutes. A forked process with resource limits tries each format, and only this fork

@@ -29,7 +29,7 @@ from quire.models.source import find_model
 from quire.settings.setting import SettingError
 
 UNLIMITED = 1 << 20
-"""Limit of tokens for a model that has none of its own, such as one without positions."""
+"""Limit of tokens for a model without one, such as one without positions."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}

@@ -1,7 +1,7 @@
 """What each transport implements.
 
 The worker that takes blocks chooses the transport, for each peer. Everything but the bytes of the blocks,
-such as tickets, credit, hashes and digests, comes in messages whatever it chooses.
+such as tickets, credit, hashes and digests, is sent in messages whatever it chooses.
 """
 
 from __future__ import annotations
@@ -85,18 +85,18 @@ class Transports(Protocol):
 
 
 Tell = Callable[[str, Transport, str], None]
-"""Is told which transport is used for the worker with an epoch, and why."""
+"""Called with the epoch of a worker, the transport that is used for it, and the reason."""
 
 
 class ToldOnce:
-    """Tells which transport is used for a peer, if it was not told before."""
+    """Reports the transport that is used for a peer, unless it was reported before."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._told: set[tuple[str, Transport]] = set()
 
     def __call__(self, epoch: str, transport: Transport, reason: str) -> None:
-        """Tell it, and why; once for each peer and transport."""
+        """Report it, and why; once for each peer and transport."""
         if (epoch, transport) in self._told:
             return
         if len(self._told) == _MAX_TOLD:

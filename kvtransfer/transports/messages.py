@@ -14,7 +14,7 @@ from quire.protos import kvtransfer_pb2 as pb
 
 
 class Messages:
-    """The ``Intake`` of all peers whose blocks come in messages."""
+    """The ``Intake`` of all peers that send their blocks in messages."""
 
     transport = Transport.MESSAGES
     executor: Executor | None = None

@@ -61,8 +61,8 @@ class SharedPools:
 
     Args:
         directory: where the sockets of the workers are that share pools.
-        tell: is told once of each peer which transport is used.
-        is_required: whether blocks that cannot be shared are refused; otherwise they come in messages.
+        tell: called once for each peer, with the transport that is used.
+        is_required: whether blocks that cannot be shared are refused; otherwise they are sent in messages.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from quire.protos import kvtransfer_pb2 as pb
 
 
 class Transport(StrEnum):
-    """How the bytes of blocks come to a receiver; the values are the names in settings, metrics and logs."""
+    """How the bytes of blocks reach a receiver; the values are the names in settings, metrics and logs."""
 
     MESSAGES = "messages"
     SHARED = "shared"

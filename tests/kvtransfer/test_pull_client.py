@@ -124,17 +124,17 @@ async def test_a_holder_that_pins_more_than_it_was_asked_for_sends_no_more(setup
     setup.holder.messages = [[block(index) for index in range(NUM_BLOCKS + 1)]]
     async with setup.pull() as pull:
         assert pull.num_blocks == NUM_BLOCKS
-        with pytest.raises(ProtocolError, match=f"block {NUM_BLOCKS} came"):
+        with pytest.raises(ProtocolError, match=f"block {NUM_BLOCKS} arrived"):
             await read(pull)
 
 
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([], "4 of 4 blocks did not come"),
-        ([[block(0)], [block(1), block(2)]], "1 of 4 blocks did not come"),
-        ([[block(1)]], "block 1 came where block 0 was due"),
-        ([[block(0)], [block(0)]], "block 0 came where block 1 was due"),
+        ([], "4 of 4 blocks did not arrive"),
+        ([[block(0)], [block(1), block(2)]], "1 of 4 blocks did not arrive"),
+        ([[block(1)]], "block 1 arrived when block 0 was due"),
+        ([[block(0)], [block(0)]], "block 0 arrived when block 1 was due"),
         ([[block(0, LAYOUT.block_bytes - 1)]], "block 0 has 127 bytes, not 128"),
         ([[Frame(0, HASHES[1], block(0).payload)]], "not the block that was asked for"),
     ],
