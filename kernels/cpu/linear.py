@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -205,105 +205,78 @@ def unit_offset(unit: int, in_features: int, stored: Any) -> int:
     return num_bytes
 
 
-@exact
-def multiply_unit(
-    inputs: int,
-    input_stride: int,
-    weight: int,
-    in_features: int,
-    num_inputs: int,
-    num_segments: int,
-    bias: int,
-    output: int,
-    output_stride: int,
-    num_rows: int,
-    stored: Any,
-) -> None:
-    """Compute ``UNIT`` output columns of up to ``ROWS`` rows.
+class Product(NamedTuple):
+    """Up to ``ROWS`` rows of inputs, multiplied by ``UNIT`` columns of a packed weight.
 
-    Args:
-        inputs, weight, bias, output: addresses of the first row, of the unit's weights, of its bias (0 if
-            there is none) and of its first output; all but the weight are float32.
+    Attributes:
+        inputs, weight, output: addresses of the first row, of the unit's weights and of its first output;
+            inputs and outputs are float32.
+        input_stride, output_stride: elements from one row to the next.
         in_features: inputs of the layer.
         num_inputs: how many of them to sum, from the addresses on.
+    """
+
+    inputs: int
+    input_stride: int
+    weight: int
+    in_features: int
+    num_inputs: int
+    output: int
+    output_stride: int
+    num_rows: int
+
+
+@exact
+def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -> None:
+    """Compute the outputs of a product.
+
+    Args:
         num_segments: equal segments of inputs that are summed separately, a power of two.
-        input_stride, output_stride: elements from one row to the next.
+        bias: address of the unit's float32 bias; 0 if there is none.
         stored: the NumPy type of the weight, in ``STORAGE`` or ``QUANTIZED``.
     """
     keep_apart()
     if num_segments == 1:
-        _sum_inputs(
-            inputs,
-            input_stride,
-            weight,
-            in_features,
-            num_inputs,
-            output,
-            output_stride,
-            num_rows,
-            stored,
-        )
+        _sum_inputs(product, stored)
     else:
-        _sum_segments(
-            inputs,
-            input_stride,
-            weight,
-            in_features,
-            num_inputs,
-            num_segments,
-            output,
-            output_stride,
-            num_rows,
-            stored,
-        )
+        _sum_segments(product, num_segments, stored)
     if bias != 0:
-        outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
+        outputs = carray(pointer(product.output, np.float32), (product.num_rows, product.output_stride))
         addends = carray(pointer(bias, np.float32), (UNIT,))
-        for row in range(num_rows):
+        for row in range(product.num_rows):
             for column in range(UNIT):
                 outputs[row, column] += addends[column]
 
 
 @exact
-def _sum_segments(
-    inputs: int,
-    input_stride: int,
-    weight: int,
-    in_features: int,
-    num_inputs: int,
-    num_segments: int,
-    output: int,
-    output_stride: int,
-    num_rows: int,
-    stored: Any,
-) -> None:
+def _sum_segments(product: Product, num_segments: int, stored: Any) -> None:
     """Compute sums without a bias as a binary tree over segments of inputs.
 
     Level ``l`` holds a sum of ``2 ** l`` segments that waits for the next one of this size. The last level is
     the output.
     """
     keep_apart()
-    depth = num_inputs // num_segments
+    depth, num_rows = product.num_inputs // num_segments, product.num_rows
     levels = np.empty((_MOST_LEVELS, num_rows, UNIT), np.float32)
     for segment in range(num_segments):
         num_waiting = 0
         while segment >> num_waiting & 1:
             num_waiting += 1
-        target: Any = np.int64(output)
-        stride: Any = np.int64(output_stride)
+        target: Any = np.int64(product.output)
+        stride: Any = np.int64(product.output_stride)
         if segment < num_segments - 1:
             target, stride = np.int64(levels[num_waiting].ctypes.data), np.int64(UNIT)
-        _sum_inputs(
-            inputs + 4 * segment * depth,
-            input_stride,
-            weight + bytes_per_input(stored) * segment * depth,
-            in_features,
+        of_segment = Product(
+            product.inputs + 4 * segment * depth,
+            product.input_stride,
+            product.weight + bytes_per_input(stored) * segment * depth,
+            product.in_features,
             depth,
             target,
             stride,
             num_rows,
-            stored,
         )
+        _sum_inputs(of_segment, stored)
         totals = carray(pointer(target, np.float32), (num_rows, stride))
         for level in range(num_waiting):
             for row in range(num_rows):
@@ -312,50 +285,27 @@ def _sum_segments(
 
 
 @exact
-def _sum_inputs(
-    inputs: int,
-    input_stride: int,
-    weight: int,
-    in_features: int,
-    num_inputs: int,
-    output: int,
-    output_stride: int,
-    num_rows: int,
-    stored: Any,
-) -> None:
+def _sum_inputs(product: Product, stored: Any) -> None:
     """Compute sums without a bias over the first ``num_inputs`` inputs, in order."""
-    outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
-    for row in range(num_rows):
+    outputs = carray(pointer(product.output, np.float32), (product.num_rows, product.output_stride))
+    for row in range(product.num_rows):
         for column in range(UNIT):
             outputs[row, column] = 0.0
-    if num_rows > _FEW_ROWS:
-        _add_tiles(
-            inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows, stored
-        )
+    if product.num_rows > _FEW_ROWS:
+        _add_tiles(product, stored)
     else:
-        _add_few_rows(
-            inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows, stored
-        )
+        _add_few_rows(product, stored)
 
 
 @exact
-def _add_tiles(
-    inputs: int,
-    input_stride: int,
-    weight: int,
-    in_features: int,
-    num_inputs: int,
-    output: int,
-    output_stride: int,
-    num_rows: int,
-    stored: Any,
-) -> None:
+def _add_tiles(product: Product, stored: Any) -> None:
     """Add the products of rows in tiles of one panel, whose numbers of rows differ by one at most.
 
     Many tiles multiply the same piece of a panel, which stays in the L1 cache, and meanwhile prefetch the
     next piece. So weights come from memory during all products, and not only during those of the first tile.
     Arithmetic is the limit where weights are smaller than float32; there each tile prefetches its own.
     """
+    inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     input_bytes = bytes_per_input(stored)
     panel_bytes = input_bytes * in_features
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
@@ -386,18 +336,9 @@ def _add_tiles(
 
 
 @exact
-def _add_few_rows(
-    inputs: int,
-    input_stride: int,
-    weight: int,
-    in_features: int,
-    num_inputs: int,
-    output: int,
-    output_stride: int,
-    num_rows: int,
-    stored: Any,
-) -> None:
+def _add_few_rows(product: Product, stored: Any) -> None:
     """Add the products of one or two rows, in tiles of several panels."""
+    inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     panel_bytes = bytes_per_input(stored) * in_features
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
     left, count = np.int64(inputs), np.int64(num_inputs)
@@ -428,19 +369,18 @@ def _kernel(stored: Any) -> Any:
             if program >= args.num_units * num_chunks:
                 break
             unit, first = program % args.num_units, program // args.num_units * ROWS
-            multiply_unit(
+            product = Product(
                 args.inputs + 4 * first * args.input_stride,
                 args.input_stride,
                 args.weight + unit_offset(unit, args.in_features, stored),
                 args.in_features,
                 args.num_inputs,
-                args.num_segments,
-                args.bias + 4 * unit * UNIT if args.bias else 0,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),
                 args.output_stride,
                 min(ROWS, args.num_rows - first),
-                stored,
             )
+            bias = args.bias + 4 * unit * UNIT if args.bias else 0
+            multiply_unit(product, args.num_segments, bias, stored)
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
     return compile_kernel(signature, kernel, error_model="numpy")

@@ -30,7 +30,7 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import ROWS, UNIT, multiply_unit, unit_offset
+from quire.kernels.cpu.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
 from quire.kernels.cpu.packed_product import bytes_per_input, read_weight
 from quire.kernels.cpu.rows import activate, narrow, normalize
 
@@ -234,19 +234,18 @@ def _multiply(
 ) -> None:
     """Compute one unit of columns of a linear layer, rounded to the model's dtype."""
     keep_apart()
-    multiply_unit(
+    product = Product(
         inputs,
         input_stride,
         linear.weight + unit_offset(unit, linear.in_features, stored),
         linear.in_features,
         linear.in_features,
-        linear.num_segments,
-        linear.bias + 4 * unit * UNIT if linear.bias else 0,
         output,
         output_stride,
         num_rows,
-        stored,
     )
+    bias = linear.bias + 4 * unit * UNIT if linear.bias else 0
+    multiply_unit(product, linear.num_segments, bias, stored)
     if item_bytes < 4:
         outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
         for row in range(num_rows):
@@ -378,7 +377,7 @@ def _sum_pieces(
             unit = (program - first_program) % linear.num_units
             row = (program - first_program) // linear.num_units * ROWS
             input_offset = (first - own_first) * depth
-            multiply_unit(
+            product = Product(
                 inputs + 4 * (row * input_stride + input_offset),
                 input_stride,
                 linear.weight
@@ -386,13 +385,11 @@ def _sum_pieces(
                 + bytes_per_input(stored) * input_offset,
                 linear.in_features,
                 size * depth,
-                size,
-                0,
                 output + 4 * (row * args.update_stride + unit * UNIT),
                 args.update_stride,
                 min(ROWS, args.num_tokens - row),
-                stored,
             )
+            multiply_unit(product, size, 0, stored)
             program = np.int64(fetch_and_increment(counter))
         first += size
         first_program += num_programs
