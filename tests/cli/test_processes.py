@@ -329,7 +329,7 @@ def test_a_missing_model_is_reported_in_one_line(command: list[str], tmp_path: P
 
 def test_a_stack_reports_that_it_waits_for_redis() -> None:
     console = Console(file=io.StringIO())
-    local_stack._tell_of_redis("redis://:secret@127.0.0.1:1/0", console)
+    local_stack._warn_of_redis("redis://:secret@127.0.0.1:1/0", console)
     assert isinstance(console.file, io.StringIO)
     said = console.file.getvalue()
     assert said.startswith("waiting for Redis, which does not answer at 127.0.0.1:1/0: ")

@@ -184,7 +184,7 @@ def test_the_distributions_have_the_package_and_no_file_of_a_user(tmp_path: Path
         (source / name).touch()
     uv = Path(sys.executable).with_name("uv")
     options = ["--quiet", "--offline", "--no-build-isolation", "--python", sys.executable]
-    command = [uv, "build", "--sdist", "--wheel", *options]
+    command: list[str | Path] = [uv, "build", "--sdist", "--wheel", *options]
     subprocess.run(command, cwd=source, timeout=300, check=True)
     (wheel,) = source.glob("dist/*.whl")
     with ZipFile(wheel) as opened:

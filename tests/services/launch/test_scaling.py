@@ -95,7 +95,7 @@ def test_a_worker_that_does_not_start_is_withdrawn() -> None:
 
 
 def test_the_restart_of_another_worker_is_not_counted() -> None:
-    again = [NotStarted("decode-0", RuntimeError("again")), Started("decode-0", None)]
+    again: list[Event] = [NotStarted("decode-0", RuntimeError("again")), Started("decode-0", None)]
     response = Noted("decode-0").scale(*again, Started("decode-1", None), decode=2)
     assert response == pb.ScaleWorkersResponse(started=["decode-1"])
 
