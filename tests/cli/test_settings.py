@@ -32,7 +32,7 @@ NOT_FLAGS = {
         "max_step_seconds",
         "notice_seconds",
     },
-    RouterConfig: {"http_times", "poll_seconds", "silent_seconds"},
+    RouterConfig: {"http_times", "launcher_address", "poll_seconds", "silent_seconds"},
     LocalStackConfig: {"redis_url", "router", "worker", "log_level"},
 }
 

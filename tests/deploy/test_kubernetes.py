@@ -157,7 +157,7 @@ def test_budgets_scalers_services_and_policies_mean_pods_that_are_there() -> Non
 
 
 def test_autoscalers_ask_for_metrics_that_workers_have() -> None:
-    source = (ROOT / "services" / "worker" / "metrics.py").read_text(encoding="utf-8")
+    source = (ROOT / "services" / "worker" / "reports" / "metrics.py").read_text(encoding="utf-8")
     exported = set(re.findall(r'"(quire_\w+)"', source))
     asked = {
         metric["pods"]["metric"]["name"]
