@@ -171,6 +171,7 @@ METADATA = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml",
 """What a source distribution has beside the package."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a clone knows its files")
 def test_the_distributions_have_the_package_and_no_file_of_a_user(tmp_path: Path) -> None:
     """Like the image's wheel, both are built from the files that .dockerignore leaves."""

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -554,15 +555,15 @@ class SharedWindowedEngineMachine(TieredWindowedEngineMachine):
 MACHINE_SETTINGS = settings(max_examples=100, stateful_step_count=30)
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = MACHINE_SETTINGS
-TestSharedEngine = SharedEngineMachine.TestCase
+TestSharedEngine = pytest.mark.slow(SharedEngineMachine.TestCase)
 TestSharedEngine.settings = MACHINE_SETTINGS
-TestSharedWindowedEngine = SharedWindowedEngineMachine.TestCase
+TestSharedWindowedEngine = pytest.mark.slow(SharedWindowedEngineMachine.TestCase)
 TestSharedWindowedEngine.settings = MACHINE_SETTINGS
-TestWindowedEngine = WindowedEngineMachine.TestCase
+TestWindowedEngine = pytest.mark.slow(WindowedEngineMachine.TestCase)
 TestWindowedEngine.settings = MACHINE_SETTINGS
-TestTieredEngine = TieredEngineMachine.TestCase
+TestTieredEngine = pytest.mark.slow(TieredEngineMachine.TestCase)
 TestTieredEngine.settings = MACHINE_SETTINGS
-TestTieredWindowedEngine = TieredWindowedEngineMachine.TestCase
+TestTieredWindowedEngine = pytest.mark.slow(TieredWindowedEngineMachine.TestCase)
 TestTieredWindowedEngine.settings = MACHINE_SETTINGS
 
 

@@ -15,6 +15,8 @@ from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, output
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = {"old": 28, "new": 40, "pushed": 40}
 """Prompt tokens of the requests in their order of arrival; a block has 16."""
 MAX_STEPS = 200

@@ -111,6 +111,7 @@ def test_blocks_of_other_roots_are_not_copied(load: Load) -> None:
     assert other.num_cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_thirty_two_requests_at_once(load: Load, expected: Expected) -> None:
     engine = make_engine(load("llama"), max_num_batched_tokens=128)
     prompts = [make_prompt(1 + 5 * index, seed=index % 3) for index in range(32)]
@@ -129,6 +130,7 @@ def test_preempted_sequences_are_recomputed(load: Load, expected: Expected) -> N
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "has_graphs"),
     [

@@ -74,6 +74,7 @@ def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
     engine.abort("r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_swapped", [True, False])
 def test_preempted_windows_are_restored(model: LoadedModel, expected: Expected, is_swapped: bool) -> None:
     """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""

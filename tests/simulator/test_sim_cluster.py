@@ -139,6 +139,7 @@ def test_a_policy_that_knows_prefixes_beats_load(calibration: Calibration) -> No
     assert shares[Policy.PRECISE] > shares[Policy.LOAD]
 
 
+@pytest.mark.slow
 def test_the_smallest_cluster_is_found(calibration: Calibration) -> None:
     # 8 prompts a second of a second each.
     requests = make_requests(Workload.UNIQUE, 160, 8.0, seed=0, input_tokens=1000, block_tokens=16)

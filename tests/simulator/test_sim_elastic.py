@@ -73,6 +73,7 @@ def goodput(outcomes: Sequence[RequestOutcome], begin: float, end: float) -> flo
     return len(good) / (end - begin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_elastic_roles_reach_the_best_fixed_split_of_each_phase(seed: int) -> None:
     fixed = [run(num_prefill, None, SECONDS, seed).outcomes for num_prefill in range(4)]

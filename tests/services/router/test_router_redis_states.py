@@ -23,6 +23,8 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 
+pytestmark = pytest.mark.slow
+
 PASSWORD = "known"
 SECRET = b"secret"
 LEASE_SECONDS = 0.6
