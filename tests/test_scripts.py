@@ -76,10 +76,10 @@ def test_all_stages_passed(tmp_path: Path) -> None:
 def test_fast_checks_types_and_leaves_out_the_slow_tests(tmp_path: Path) -> None:
     status, ran, said = run_stages(tmp_path, "mypy*", "fast")
     assert status == 1
-    (tests,) = [each for each in ran if each.startswith("pytest")]
-    assert "-m not slow" in tests
-    assert {each for each in ran if each != tests} == {"ruff check", "ruff format --check", "mypy "}
-    assert [line.split()[-3] for line in said[-4:]] == ["passed", "passed", "passed", "failed"]
+    tests = [each for each in ran if each.startswith("pytest")]
+    assert ["-m not slow" in each for each in tests] == [True, True]
+    assert [each for each in ran if each not in tests] == ["ruff check", "ruff format --check", "mypy "]
+    assert [line.split()[-3] for line in said[-5:]] == ["passed", "passed", "failed", "passed", "passed"]
 
 
 def test_each_stage_shows_its_own_duration(tmp_path: Path) -> None:
