@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 UPDATE = Path(__file__).parents[2] / "deploy" / "update"
 DOCKER = f"""#!{sys.executable}
 import json, pathlib, sys

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
+import pytest
 from aiohttp import ClientSession
 
 from quire.client.errors import from_rpc_error
@@ -22,6 +23,7 @@ QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 SECONDS = 60.0
 
 
+@pytest.mark.slow
 async def test_running_calls_get_unavailable_at_the_end_of_the_grace_period(cluster: Any) -> None:
     num_begun, all_begun = 0, asyncio.Event()
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from quire.client import AsyncClient
 
 SILENT_SECONDS = 6.0
 """Time for five hastened pings; a server without its limit for them ends the connection at the fourth."""
 
 
+@pytest.mark.slow
 async def test_silent_answers_continue(hastened_pings: None, cluster: Any) -> None:
     """One answer is silent before its first token, one in its middle."""
     workers = [await cluster.add(f"d{index}", "decode") for index in range(2)]

@@ -13,6 +13,8 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.server import grpc_server
 
+pytestmark = pytest.mark.slow
+
 NUM_CLIENTS, NUM_ANSWERS = 4, 64
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
 

