@@ -34,10 +34,10 @@ from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import best_seconds
 from quire.benchmarks.harness.tables import table
 from quire.kvindex.block_hash import block_hashes
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import PUBLISH_BLOCKS, RedisIndex, WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
 
 BLOCK_SIZE = 16

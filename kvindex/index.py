@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from redis.exceptions import RedisClusterException, RedisError
 
-from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.worker_record import WorkerRecord
 
 UNREACHABLE = (RedisError, RedisClusterException, OSError)
 """Errors of an index that does not answer. The exception of a Redis cluster is not a ``RedisError``."""

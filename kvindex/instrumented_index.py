@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.guarded_index import Fallback
 from quire.kvindex.index import Holding, IndexFullError, IndexLease, LeaseLostError, PrefixIndex
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.worker_record import WorkerRecord
 
 SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05)
 BLOCKS_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384)

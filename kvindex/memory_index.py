@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.kvindex.index import Holding, LeaseLostError
-from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.worker_record import WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from quire.kvindex.index import UNREACHABLE, IndexFullError, IndexLease, LeaseLostError
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.worker_record import WorkerRecord
 
 logger = logging.getLogger("quire.kvindex")
 

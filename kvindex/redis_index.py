@@ -28,7 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import InvalidResponse, ResponseError
 
 from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
-from quire.kvindex.membership import WorkerRecord, read_records
+from quire.kvindex.worker_record import WorkerRecord, read_records
 
 BLOCKS, LEASES, SLOTS = "{q}b", "{q}l", "{q}slots"
 

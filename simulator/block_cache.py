@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.memory_index import MemoryLease, MemoryStore
+from quire.kvindex.worker_record import WorkerRecord
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.kvindex.membership import POLL_SECONDS
+from quire.kvindex.worker_record import POLL_SECONDS
 from quire.routing.placement import PolicyConfig
 from quire.services.server.config import ServiceConfig
 from quire.settings.setting import MAX_PORT, Panel, check_settings, is_address, setting

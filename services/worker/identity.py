@@ -7,7 +7,7 @@ from functools import cached_property
 
 from quire.kvindex.block_hash import CacheScope, fingerprint, root_hash
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.worker_record import WorkerRecord
 from quire.kvtransfer.layout import layout_to_proto
 from quire.protos import worker_pb2
 from quire.services.worker.state import WorkerState

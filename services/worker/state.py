@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from quire.kvindex.membership import ROLES
+from quire.kvindex.worker_record import ROLES
 from quire.rpc.errors import DRAINING, FailedPrecondition, InvalidArgument, Unavailable
 
 

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.client import AsyncClient
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos import kvtransfer_pb2 as kv
 from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub, KvTransferServiceStub

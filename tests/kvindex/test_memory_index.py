@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.kvindex.index import LeaseLostError
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.memory_index import MemoryIndex, MemoryLease, MemoryStore
+from quire.kvindex.worker_record import WorkerRecord
 
 TTL_SECONDS = 10.0
 HASHES = [bytes([index]) * 16 for index in range(6)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from quire.kvindex.membership import ROLES
+from quire.kvindex.worker_record import ROLES
 from quire.protos import worker_pb2
 from quire.routing.demand import RoleState, Totals
 from quire.routing.elastic_roles import CAUSES, ElasticRoles, RoleChange

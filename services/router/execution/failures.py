@@ -1,4 +1,4 @@
-"""Decides what a failed worker call leads to: another attempt, or an error for the client."""
+"""Says what a failed worker call is: worth another attempt, a death, or an error for the client."""
 
 from __future__ import annotations
 

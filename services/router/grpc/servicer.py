@@ -20,7 +20,7 @@ from quire.services.router.execution.failures import deadline_exceeded, no_decod
 from quire.services.router.execution.generation import GenerationRun
 from quire.services.router.grpc.batch import batch_answers, check_batch_size
 from quire.services.router.grpc.open_calls import OpenCalls
-from quire.services.router.grpc.request_timer import RequestTimer
+from quire.services.router.grpc.request_times import RequestTimes
 from quire.services.router.metrics.metrics import Instruments
 from quire.services.router.outputs.answer_size import (
     PromptLogprobs,
@@ -171,7 +171,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         Raises:
             ServiceError: the request cannot be served or cannot be completed.
         """
-        timer = RequestTimer(self._metrics, self._clock)
+        timer = RequestTimes(self._metrics, self._clock)
         with self._tracer.span("request", headers) as span, timer.watching():
             answers = answers_of(generation.sampling)
             async with self._admission.admitted(tenant, deadline, answers) as allowance:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from quire.kvindex.membership import ROLES
+from quire.kvindex.worker_record import ROLES
 from quire.services.router.config import SloTargets
 from quire.services.router.metrics.slo import SloMetrics
 from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Set
 
-from quire.kvindex.membership import ROLES
+from quire.kvindex.worker_record import ROLES
 from quire.protos import worker_pb2
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.services.router.workers.membership import Member

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from quire.kvindex.membership import ROLES
+from quire.kvindex.worker_record import ROLES
 from quire.protos import worker_pb2
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.proof import Caller

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.instrumented_index import InstrumentedLease, PublisherMetrics
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.services.server.background import in_background
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.state import WorkerState

@@ -18,7 +18,7 @@ from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.scheduling.preemption import PreemptionCounts
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.speculation.speculator import SpeculationCounts
-from quire.kvindex.membership import ROLES
+from quire.kvindex.worker_record import ROLES
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 
 STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import FailedPrecondition, Internal, Unavailable
 from quire.services.router.config import SloTargets
-from quire.services.router.grpc.request_timer import RequestTimer
+from quire.services.router.grpc.request_times import RequestTimes
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.metrics.slo import SloMetrics
 from quire.services.server.phases import ROUTER_PHASES, Phase
@@ -159,11 +159,11 @@ def test_judgement(
 
 
 @pytest.fixture
-def timer() -> tuple[RequestTimer, Callable[[str], float], list[float]]:
+def timer() -> tuple[RequestTimes, Callable[[str], float], list[float]]:
     """Return a timer, a reading of its metrics, and the time it sees."""
     registry, now = CollectorRegistry(), [0.0]
     metrics = RouterMetrics(registry)
-    return RequestTimer(metrics, lambda: now[0]), lambda name: registry.get_sample_value(name) or 0.0, now
+    return RequestTimes(metrics, lambda: now[0]), lambda name: registry.get_sample_value(name) or 0.0, now
 
 
 def test_tpot_counts_tokens_not_messages(timer: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
 from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import Holding
-from quire.kvindex.membership import WorkerRecord
+from quire.kvindex.worker_record import WorkerRecord
 from quire.services.router.execution import prefix_lookup
 from quire.services.router.execution.prefix_lookup import PrefixLookup
 

@@ -13,10 +13,10 @@ import pytest
 from redis.asyncio import Redis
 
 from quire.kvindex.block_hash import fingerprint
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.local.redis_process import RedisProcess

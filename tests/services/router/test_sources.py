@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.block_hash import CacheScope, block_hashes, fingerprint, root_hash
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.sources import open_sources

@@ -16,8 +16,8 @@ from quire.kvindex.block_hash import SHARED, CacheScope, block_hashes, fingerpri
 from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import Holding
-from quire.kvindex.membership import WorkerRecord
 from quire.kvindex.redis_index import WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.routing.placement import PlannedPrompt

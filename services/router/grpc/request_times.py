@@ -38,7 +38,7 @@ class _Answer:
         return (self.last - self.first) / num_more if num_more and self.last > self.first else None
 
 
-class RequestTimer:
+class RequestTimes:
     """Measures the messages that a client gets; most metrics are observed once, at the end of the request."""
 
     def __init__(self, metrics: RouterMetrics, clock: Callable[[], float]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.kvindex.membership import WorkerRecord, read_records
+from quire.kvindex.worker_record import WorkerRecord, read_records
 
 RECORD = WorkerRecord("p", "prefill", "127.0.0.1:1", "epoch", "fingerprint", True)
 VALUES = json.loads(RECORD.to_json())

@@ -14,7 +14,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_calls
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from quire.services.router.config import SloTargets
-from quire.services.router.grpc.request_timer import RequestTimer, outcome_of
+from quire.services.router.grpc.request_times import RequestTimes, outcome_of
 from quire.services.router.metrics.metrics import RouterMetrics
 
 
@@ -25,7 +25,7 @@ class Setup:
         self.now = 10.0
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry, SloTargets(ttft_ms=1000, tpot_ms=100))
-        self.timer = RequestTimer(metrics, lambda: self.now)
+        self.timer = RequestTimes(metrics, lambda: self.now)
 
     def send(self, seconds: float, num_tokens: int, index: int = 0) -> None:
         """Send a message some seconds after the last."""
