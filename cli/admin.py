@@ -86,7 +86,7 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
     connection: AdminConnection,
 ) -> None:
-    """Send no new requests to a worker; its running requests go on. Other routers follow within a second."""
+    """Send no new requests to a worker; its running requests go on. Other routers follow in milliseconds."""
     with _router(connection) as router:
         router.drain(worker_id, undo=undo)
     typer.echo(f"{worker_id} {'serves again' if undo else 'drains'}")

@@ -69,12 +69,12 @@ def open_transports(pool: OwnPool, tell: Tell) -> NixlPools:
     """
     if pool.has_tls:
         # UCX neither encrypts nor asks for a certificate, so it would be a way around both.
-        raise NotSharedError("it cannot be used with TLS between workers: use grpc or shared")
+        raise NotSharedError("it cannot be used with TLS between workers: use auto or messages")
     if not pool.has_secret:
         # Who has a pool's UCX keys can read and write all of it.
         raise NotSharedError(f"it needs a cluster secret, since strangers would get the pool: {REMEDY}")
     if pool.is_divided:
-        raise NotSharedError("it can be used without --tensor-parallel-size only: use grpc or shared")
+        raise NotSharedError("it can be used without --tensor-parallel-size only: use auto or messages")
     if pool.device != "cpu":
         raise NotSharedError("it can be used for pools on the CPU only")
     transports = NixlPools(pool.epoch, tell)

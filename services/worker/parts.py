@@ -25,10 +25,7 @@ from quire.services.worker.blocks.prefix_pull import PrefixPuller
 from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.lifecycle.start import Start
-from quire.services.worker.reports.metrics import (
-    PromptMetrics,
-    describe_role,
-)
+from quire.services.worker.reports.metrics import PromptMetrics, describe_role
 from quire.services.worker.reports.worker_reports import WorkerReports
 from quire.services.worker.requests.output_streams import OutputStreams
 from quire.services.worker.requests.running_requests import RunningRequests

@@ -205,9 +205,6 @@ class SlowChannel:
     def __init__(self, call: SlowCall) -> None:
         self._call = call
 
-    def get_state(self) -> grpc.ChannelConnectivity:
-        return grpc.ChannelConnectivity.READY
-
     def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., SlowCall]:
         return lambda timeout: self._call
 

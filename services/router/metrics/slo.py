@@ -29,7 +29,9 @@ class SloMetrics:
 
     def __init__(self, registry: CollectorRegistry, targets: SloTargets) -> None:
         self._targets = targets
-        target = Gauge("quire_slo_target_seconds", "What the router was told.", ["target"], registry=registry)
+        target = Gauge(
+            "quire_slo_target_seconds", "Configured target of the router.", ["target"], registry=registry
+        )
         target.labels("ttft").set(targets.ttft_seconds)
         target.labels("tpot").set(targets.tpot_seconds)
         requests = Counter(
