@@ -16,6 +16,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from tests.testing.stacks import make_prompt
+from tests.testing.until import until
 
 WAIT_SECONDS = 60.0
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -44,12 +45,6 @@ def decode_worker(program: str, model: Path, redis_url: str) -> Iterator[subproc
             yield process
         finally:
             process.kill()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def versions(running: RunningRouter) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,15 +10,10 @@ from quire.client import AsyncClient
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from tests.testing.stacks import StartStack, make_prompt
+from tests.testing.until import until
 
 NUM_BUSY, NUM_REQUESTS = 6, 8
 WAIT_SECONDS = 60.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def loads(running: RunningRouter) -> dict[str, tuple[int, int]]:

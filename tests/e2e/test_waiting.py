@@ -15,6 +15,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from tests.testing.stacks import make_prompt
+from tests.testing.until import until
 
 SECONDS = 300.0
 NUM_TOKENS, NUM_REQUESTS = 400, 3
@@ -35,11 +36,6 @@ def decode_worker(model: Path, redis_url: str) -> Iterator[subprocess.Popen[byte
 
 def num_waiting(running: RunningRouter) -> float:
     return running.metrics.registry.get_sample_value("quire_router_requests_waiting") or 0.0
-
-
-async def until(is_reached: Callable[[], bool]) -> None:
-    while not is_reached():
-        await asyncio.sleep(0.01)
 
 
 async def test_requests_outlast_the_restart_of_the_only_worker(

@@ -36,6 +36,7 @@ from tests.testing.transport_pair import (
     Pair,
     running_pair,
 )
+from tests.testing.until import until
 
 FIRST_TOKEN = 42
 NUM_BYTES = 1 << 16
@@ -76,12 +77,6 @@ def names(directory: Path) -> list[str]:
 def start_holder(directory: Path, epoch: str) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-c", HOLDER, str(directory), epoch]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def push_one(pair: Pair, ticket_id: str) -> Transport:

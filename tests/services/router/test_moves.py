@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +14,7 @@ from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.router.migration import copies
 from tests.testing.fake_worker import PROMPT, ids_of
+from tests.testing.until import until
 
 SECONDS = 10.0
 
@@ -29,12 +29,6 @@ def ask(stub: Any, **sampling: Any) -> asyncio.Task[list[pb.GenerateStreamRespon
         return [response async for response in stub.GenerateStream(request, timeout=SECONDS)]
 
     return asyncio.create_task(read())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def drain(cluster: Any, worker_id: str, *, is_draining: bool = True) -> None:

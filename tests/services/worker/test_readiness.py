@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,7 @@ from quire.kvindex.worker_record import WorkerRecord
 from quire.rpc.server import GrpcServer, grpc_server
 from quire.services.worker.main import _report_readiness
 from quire.services.worker.state import WorkerState
+from tests.testing.until import until
 
 SECONDS = 10.0
 
@@ -39,12 +40,6 @@ class FailingLease(MemoryLease):
 async def server() -> AsyncIterator[GrpcServer]:
     async with grpc_server([], registry=CollectorRegistry(), grace_seconds=0) as running:
         yield running
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_worker_is_not_ready_while_its_engine_is_stalled(server: GrpcServer) -> None:
