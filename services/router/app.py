@@ -90,7 +90,7 @@ class RunningRouter(NamedTuple):
     has_served: asyncio.Event
     """Set once requests can be served."""
     failure: asyncio.Future[BadFileError]
-    """Resolves with the error of a damaged file of the model, with which no request can ever be served."""
+    """Resolves with the error if a file of the model is damaged; no request can then be served."""
     calls: OpenCalls
 
     async def finish(self) -> None:
@@ -256,7 +256,7 @@ async def _cluster(
     metrics: RouterMetrics,
     spawn: Spawn,
 ) -> Cluster:
-    """Load the tokenizer of the model that a worker describes, and set up the planning of its requests."""
+    """Load the tokenizer of the model that a worker describes, and set up the placement of requests."""
     model = await asyncio.to_thread(
         load_served_model, info, source=config.model, name=config.served_model_name
     )
@@ -334,7 +334,7 @@ async def _report_readiness(running: RunningRouter, cluster: asyncio.Future[Clus
 
 
 def _end_waits(cluster: asyncio.Future[Cluster]) -> None:
-    """End the requests of a stopping router that wait for a worker, since none has announced itself."""
+    """End the requests that wait for a worker in a stopping router, because no worker has joined."""
     if not cluster.done():
         cluster.set_exception(_no_worker())
     elif cluster.exception() is None:
@@ -348,7 +348,7 @@ def _no_worker() -> Unavailable:
 async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:
     """Probe the busy workers every ``poll_seconds`` until cancelled.
 
-    This is a task of its own, so that a slow membership does not delay the probes.
+    This is a separate task, so that a slow membership does not delay the probes.
     """
     while True:
         await asyncio.sleep(poll_seconds)
@@ -359,7 +359,7 @@ async def _ask_busy_workers(workers: WorkerSet, poll_seconds: float) -> None:
 
 
 async def _listen_to_workers(workers: WorkerSet) -> None:
-    """Notice workers that have vanished, until cancelled."""
+    """Detect workers that have vanished, until cancelled."""
     while True:
         await asyncio.sleep(TICK_SECONDS)
         workers.listen()

@@ -51,8 +51,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
         """Start a worker's draining, or end it with ``undo``.
 
-        On return this router no longer sends the worker new requests, or sends them again. The other routers
-        learn the change from the worker.
+        On return this router has stopped sending the worker new requests, or has resumed. The worker notifies
+        the other routers.
         """
         [worker] = self._find([request.worker_id])
         is_draining = not request.undo
@@ -67,7 +67,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     ) -> pb.ChangeWorkerRoleResponse:
         """Change a worker's role; on return this router places new requests by the new role.
 
-        The other routers learn the change from the worker.
+        The worker notifies the other routers.
         """
         [worker] = self._find([request.worker_id])
         await self._roles.change(worker, request.role)
@@ -100,7 +100,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return pb.ChangeLogLevelResponse(worker_ids=sorted(changed))
 
     async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Any) -> pb.ScaleWorkersResponse:
-        """Let the process that has started this router start or end workers; return which."""
+        """Ask the process that started this router to start or end workers; return their ids."""
         if self._launcher_address is None:
             raise FailedPrecondition(
                 "this router cannot start workers, since `quire serve` has not started it: "

@@ -28,13 +28,13 @@ CALL_SECONDS = 5.0
 DECISION_SECONDS = 1.0
 """Interval at which the controller decides."""
 OPERATOR = "operator"
-"""Cause of a change that an operator has asked for."""
+"""Cause of a change that an operator requested."""
 
 _log = get_logger("router")
 
 
 class RoleMetrics:
-    """Counts changes of roles, and shows the pressure that the controller sees."""
+    """Counts changes of roles, and reports the pressure that the controller measures."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.changes = Counter(
@@ -72,8 +72,8 @@ class Roles:
     """Changes the roles of a router's workers.
 
     Args:
-        token_times: what the answers' tokens have taken so far.
-        controller: decides on changes; None: only an operator does.
+        token_times: the number of output tokens so far, and the time that they took.
+        controller: decides on changes; None: only an operator decides.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Roles:
         self._clock = clock
         self._last: LastChange | None = None
         self._changing = asyncio.Lock()
-        """One change at a time: two together could leave no decode worker."""
+        """Allows one change at a time: two concurrent changes could remove the last decode worker."""
 
     async def change(
         self, worker: Worker, role: str, *, cause: str = OPERATOR, min_seconds_in_role: float = 0.0
@@ -100,7 +100,7 @@ class Roles:
 
         Raises:
             InvalidArgument: there is no such role.
-            FailedPrecondition: no decode worker that takes requests would be left, or the worker refuses.
+            FailedPrecondition: no decode worker would accept requests any more, or the worker refuses.
             Unavailable: the worker does not answer.
         """
         if role not in ROLES:
@@ -129,7 +129,7 @@ class Roles:
                 _log.exception("role_decision_failed")
 
     async def decide(self, planner: Planner) -> None:
-        """Make the changes that the controller wants now."""
+        """Make the changes that the controller requests now."""
         if self._controller is None:
             return
         workers = {worker.worker_id: worker for role in ROLES for worker in self._workers.serving(role)}

@@ -1,1 +1,1 @@
-"""A request from its first attempt to its last."""
+"""Runs the attempts of a request."""

@@ -36,7 +36,7 @@ class Attempt:
         cluster: the clock, the planner and the model.
         plan: the workers.
         group: the answers that the attempt continues.
-        calls: starts the calls, and returns their events as they come.
+        calls: starts the calls, and returns their events as they arrive.
         account: counts what the calls report.
         phases: records the times of the request.
     """
@@ -57,12 +57,12 @@ class Attempt:
         self._account = account
         self._phases = phases
         self._early: deque[Event] = deque()
-        """Events of D that came before its acceptance or P's first token."""
+        """Events of D that arrived before its acceptance or P's first token."""
 
     async def outputs(
         self, sequence: worker_pb2.Sequence, remaining_seconds: Callable[[], float]
     ) -> AsyncGenerator[list[AnswerPart], None]:
-        """Yield what comes for the answers: the first token of P, if there is one, then the outputs of D.
+        """Yield the parts of the answers as they arrive: P's first token, if there is a P, then D's outputs.
 
         Args:
             sequence: the prompt, the tokens already sent, and the parameters.
@@ -70,7 +70,7 @@ class Attempt:
 
         Raises:
             WorkerCallFailed: a call failed; see ``cause``.
-            AttemptMoved: the attempt was told to end.
+            AttemptMoved: the attempt ended so that the next one continues on another worker.
         """
         plan, metadata = self._plan, self._phases.span.metadata
         decode = worker_pb2.DecodeRequest(
@@ -166,7 +166,7 @@ class Attempt:
                 return part_of_tokens(message.tokens, message.finish_reason)
 
     def _charge_prompt(self, num_cached_tokens: int) -> None:
-        """Charge what was computed of a first attempt's prompt; later ones repeat it for quire's reasons."""
+        """Charge the computed prompt tokens of a first attempt; quire causes any later repetition."""
         if not self._group.attempt:
             self._account.charge.add_prompt(self._plan.placement.num_tokens - num_cached_tokens)
 
@@ -208,10 +208,10 @@ class Attempt:
                 return
 
     async def _next_decoded(self, seconds: float | None) -> Event:
-        """Return the next event, after at most some seconds if they are limited.
+        """Return the next event, waiting at most ``seconds`` (None: no limit).
 
         Raises:
-            WorkerCallFailed: there was none.
+            WorkerCallFailed: no event arrived in that time.
         """
         if self._early:
             return self._early.popleft()
@@ -226,7 +226,7 @@ class Attempt:
     async def _finish_calls(self) -> None:
         """Wait up to ``CALL_END_SECONDS`` for the worker calls to end after D's last message.
 
-        P's summary of the push is then counted, and no call is left to abort.
+        This counts P's summary of the push, and avoids aborting a call that is about to end.
         """
         with suppress(TimeoutError, AttemptMoved):
             async with asyncio.timeout(CALL_END_SECONDS):
@@ -244,7 +244,7 @@ def _message(event: Event) -> Any:
     """Return the message of an event.
 
     Raises:
-        WorkerCallFailed: the event is something else.
+        WorkerCallFailed: the event has no message.
     """
     if event.message is None:
         raise WorkerCallFailed(event.worker, event.error)

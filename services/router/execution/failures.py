@@ -1,4 +1,4 @@
-"""Says what a failed worker call is: worth another attempt, a death, or an error for the client."""
+"""Classifies failed worker calls: worth another attempt, a worker's death, or an error for the client."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _RETRYABLE = frozenset(
 )
 
 
-# Beginnings of details where a call never reached its server, or where the worker stops.
+# How gRPC's details begin if a call never reached its server, or if the worker stops.
 _NO_DEATH = ("failed to connect", "name resolution", "dns resolution", ENDED_BY_WORKER)
-# In gRPC's details where a ping was not answered: the process was stopped, or the machine or network is gone.
+# Part of gRPC's details if a ping was not answered: the process was stopped, or machine or network failed.
 _NO_ANSWER = ("ping timeout", "keepalive watchdog timeout")
 
 
@@ -68,14 +68,15 @@ class WorkerCallFailed(Exception):
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the worker may be gone, so that no request goes there until it has answered."""
+        """Whether the worker may be gone, so that it gets no requests until it has answered."""
         return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
 
     @property
     def is_death(self) -> bool:
         """Whether the worker died while it served the request: its engine failed or it closed its connection.
 
-        A worker that vanished without a word is not counted: requests end processes, and not networks.
+        A worker that vanished without closing its connection does not count: a request can crash a process,
+        but not a network.
         """
         if self.reason:
             return self.reason == ENGINE_FAILED
@@ -96,7 +97,7 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
 
 
 def suspected(request_id: str, num_workers: int, num_emitted: int, num_retries: int) -> ServiceError:
-    """Return the error of a request that is not tried again, because several workers died with it."""
+    """Return the error of a request that is not retried, because several workers died serving it."""
     return Internal(
         f"{num_workers} workers ended while they served request {request_id}, which may be why; "
         "it is not tried on another one",
@@ -141,7 +142,7 @@ def to_service_error(
 
 
 def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = None) -> Unavailable:
-    """Return the error of a request for which no decode worker takes requests."""
+    """Return the error of a request that found no decode worker that accepts requests."""
     if draining := workers.draining("decode"):
         number = (
             "the only decode worker is" if len(draining) == 1 else f"all {len(draining)} decode workers are"

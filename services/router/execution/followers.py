@@ -1,4 +1,4 @@
-"""Lets features of the router follow each attempt; the attempt does not know which."""
+"""Lets features of the router follow each attempt, without the attempt knowing these features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
 
 class NextWorker(NamedTuple):
-    """The decode worker to which an answer moves, and how many tokens of its beginning are cached there."""
+    """The decode worker that an answer moves to, and how many of its leading tokens are cached there."""
 
     worker: Worker
     num_cached_tokens: int
@@ -34,13 +34,13 @@ class NextWorker(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningAttempt:
-    """What followers see of an attempt.
+    """An attempt, as its followers see it.
 
     Attributes:
         plan: its workers.
-        group: its answers, which grow.
+        group: its answers, which grow during the attempt.
         scope: which requests may share its blocks.
-        move: ends the attempt once what has come of it was passed on; the next one runs on the given worker.
+        move: ends the attempt once its received outputs were passed on; the next one runs on this worker.
     """
 
     plan: Plan
@@ -50,14 +50,14 @@ class RunningAttempt:
 
 
 OnParts = Callable[[], None]
-"""Called each time that answers of the attempt have grown."""
+"""Called each time answers of the attempt have grown."""
 Follower = Callable[[RunningAttempt], AbstractContextManager[OnParts | None]]
 """Begins to follow an attempt, until its context ends."""
 
 
 @contextmanager
 def followed(followers: Iterable[Follower], attempt: RunningAttempt) -> Iterator[OnParts]:
-    """Let all followers follow an attempt until the context ends; yield what tells them that it has grown."""
+    """Let all followers follow an attempt until the context ends; call the yielded function when it grows."""
     with ExitStack() as stack:
         heard = [stack.enter_context(follow(attempt)) for follow in followers]
         listeners = [on_parts for on_parts in heard if on_parts is not None]

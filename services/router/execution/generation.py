@@ -52,7 +52,7 @@ class GenerationRun:
     1. Choose: look up in the index which workers have cached the prompt's blocks. Choose D, and also P if a
        prefill worker is worth it.
     2. ``D.Decode``: D accepts, and returns a ticket for the blocks and the number of blocks that it has
-       already.
+       cached.
     3. ``P.Prefill``: P computes the prompt, pushes the blocks to D and samples the first token, which goes to
        the client at once. Without P, D computes the prompt and this step is skipped.
        If the request has several answers, P leaves the prompt's last token to D, and D samples all tokens.
@@ -67,7 +67,7 @@ class GenerationRun:
        (``copies.py``). This is not a failure.
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
-    While no decode worker takes requests, the request waits for one, by its arrival, another reading.
+    While no decode worker accepts requests, requests wait for one in the order of their arrival.
 
     ``spend`` charges computed tokens that were not charged in advance.
     """
@@ -119,7 +119,7 @@ class GenerationRun:
         """
         request = self._request
         if request.received:
-            # Turning thousands of tokens into text would hold up the event loop.
+            # Converting thousands of tokens to text would block the event loop.
             await asyncio.to_thread(self._resume)
             self.usage.completion_tokens = self._num_emitted
         group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
@@ -156,7 +156,7 @@ class GenerationRun:
         """Yield the messages of a group's answers; retry until they have finished or an error is final.
 
         Args:
-            next_worker: where the next attempt runs if it takes requests; None: where the planner says.
+            next_worker: runs the next attempt if it accepts requests; None: the planner chooses.
         """
         for response in self._implied_ends(group):
             yield response
@@ -233,15 +233,15 @@ class GenerationRun:
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await self._cluster.workers.ask_again(group.died_at)
-            # While the prefix is looked up, the last worker may go.
+            # The last worker may leave while the prefix is looked up.
             if (plan := await self._choice.choose(group, next_worker)) is not None:
                 return plan
 
     async def _wait_for_worker(self) -> None:
-        """Wait until a decode worker takes requests and older requests that wait for one have gone on.
+        """Wait until a decode worker accepts requests and no older request waits for one.
 
         Raises:
-            Unavailable: there was none within the longest wait.
+            Unavailable: no worker accepted requests within the longest wait.
             DeadlineExceeded: the deadline passed first.
         """
         cluster = self._cluster
@@ -254,7 +254,7 @@ class GenerationRun:
     def _sequence(self, group: AnswerGroup, plan: Plan) -> worker_pb2.Sequence:
         params = group.params
         if not self._is_first_message or self._request.received:
-            # Prompt logprobs come with the first message; once that was sent, they are not needed again.
+            # The first message contains the prompt logprobs; later attempts need not compute them again.
             params = replace(params, num_prompt_logprobs=None)
         sequence = to_proto(params, self._request.format)
         sequence.sequence_id, sequence.attempt = group.sequence_id, group.attempt
@@ -269,7 +269,7 @@ class GenerationRun:
     def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
         """Prepare the next attempt, or raise the error for the client if this attempt was the last.
 
-        A failure that leaves no worker does not count as a retry: the next attempt waits for a worker.
+        A failure of the last worker does not count as a retry: the next attempt waits for a worker.
         """
         workers = self._cluster.workers
         if failure.is_death:

@@ -29,7 +29,7 @@ class PrefixLookup:
         self._block_size = block_size
 
     async def look_up(self, token_ids: Sequence[int], scope: CacheScope) -> PlannedPrompt:
-        """Return the prompt with its full blocks in a scope, and who has cached them. Never raises."""
+        """Return the prompt with its full blocks in a scope, and where these are cached. Never raises."""
         root = self._root_of(scope)
         if len(token_ids) <= INLINE_HASHED_TOKENS:
             hashes = block_hashes(root, token_ids, self._block_size)

@@ -1,4 +1,4 @@
-"""Records what one request used and found, for its client, the metrics and the planner."""
+"""Records the tokens, blocks and times of one request, for its client, the metrics and the planner."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RequestAccount:
     def record_local_prefill(
         self, message: worker_pb2.DecodeResponse, block_size: int, placement: Placement, start: float
     ) -> None:
-        """Count what D found cached of a prompt that it has computed itself since ``start``."""
+        """Count the cached tokens of a prompt that D has computed itself since ``start``."""
         accepted = message.accepted
         self.prompt_logprobs = message.prompt_logprobs
         self._record_cached(accepted.num_cached_tokens, accepted.pulled)
@@ -87,7 +87,7 @@ class RequestAccount:
         self.record_times(placement, accepted, start)
 
     def record_prefill(self, message: worker_pb2.PrefillResponse) -> None:
-        """Count what P pushed, if this is its summary of the push, or else what it found cached."""
+        """Count the pushed blocks if this is P's summary of the push, or else P's cached tokens."""
         if message.HasField("pushed"):
             self.usage.blocks_shipped += message.pushed.num_blocks
             self.usage.bytes_shipped += message.pushed.num_bytes

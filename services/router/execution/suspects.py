@@ -1,10 +1,10 @@
 """Tracks suspects: requests that were on a worker when it died, each of which may have caused the death.
 
-A suspect is tried again, on a worker that has answered since that death: one that was killed at the same
-moment by something else may seem alive for a while, and its death would accuse nobody. If a second worker
-dies with the suspect, the request is refused, so that one request cannot kill all workers one after the
-other. Most suspects are innocent, because dozens of requests may be on a worker when it dies. The router
-therefore places at most one suspect on each worker, so that a second death points to one request only. A
+A suspect is retried on a worker that has answered a probe since that death. A worker that something else
+killed at the same moment may seem alive for a while, and its death would say nothing about the suspect. If a
+second worker dies with the suspect, the request is refused, so that one request cannot kill all workers in
+turn. Most suspects are innocent, because dozens of requests may be on a worker when it dies. The router
+therefore places at most one suspect on each worker, so that a second death points to a single request. A
 suspect is cleared once it has received ``CLEARING_TOKENS`` new tokens.
 """
 

@@ -1,8 +1,8 @@
 """Charges the tokens that workers compute for a request to its tenant, each token once.
 
 Generated tokens are charged when the router learns of them, not when the client reads them: with each output
-that arrives, with each report of a beam search, and when a call that was ended early says how many tokens it
-had generated. What quire computes again after a failure or a move is not charged again.
+that arrives, with each report of a beam search, and when a call that was ended early reports how many tokens
+it had generated. Tokens that quire computes again after a failure or a move are not charged again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class RequestCharge:
-    """What one request is charged, over all its attempts.
+    """Charges the tokens of one request, over all its attempts.
 
     Args:
         spend: charges tokens to the tenant, which may go into debt.
@@ -45,16 +45,16 @@ class RequestCharge:
 
 
 class AttemptCharge:
-    """What the workers of one attempt have generated.
+    """Charges the tokens that the workers of one attempt have generated.
 
     Attributes:
-        is_repeated: whether another attempt generates again what was not kept.
+        is_repeated: whether another attempt generates the tokens again that were not kept.
     """
 
     def __init__(self, request: RequestCharge) -> None:
         self._request = request
         self._num_generated: Counter[str] = Counter()
-        """By the id of the worker."""
+        """Number of generated tokens by worker id."""
         self._num_kept = 0
         self.is_repeated = False
 
@@ -65,7 +65,7 @@ class AttemptCharge:
             self._request.add_generated(num_tokens)
 
     def raise_to(self, worker_id: str, num_tokens: int) -> None:
-        """Charge what is missing of all tokens that a worker says it has generated."""
+        """Charge the uncharged part of the total that a worker reports to have generated."""
         self.add(worker_id, max(0, num_tokens - self._num_generated[worker_id]))
 
     def keep(self, num_tokens: int) -> None:

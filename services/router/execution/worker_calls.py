@@ -20,7 +20,7 @@ from quire.services.server.background import Spawn
 from quire.services.server.log import get_logger
 
 MAX_JOINED_TOKENS = 1024
-"""Number of tokens from which a message to a client takes no more: with 20 logprobs each they take 0.2 MB."""
+"""Parts are joined until they have this many tokens; with 20 logprobs each these are 0.2 MB."""
 ABORT_SECONDS = 10.0
 """Longest wait for a worker's count of the tokens of an ended call, which it knows after its present step."""
 
@@ -33,7 +33,7 @@ def connection_lost() -> grpc.aio.AioRpcError:
 
 
 class AttemptMoved(Exception):
-    """The attempt was told to end, so that the next one goes on elsewhere."""
+    """The attempt must end, so that the next one continues on another worker."""
 
     def __init__(self, next_worker: NextWorker) -> None:
         self.next_worker = next_worker
@@ -66,9 +66,9 @@ class WorkerCalls:
 
     Each generated token is charged when the router learns of it, even if nothing reads the event.
 
-    Its events are not limited in number, since a stream carries the outputs of many requests and must not
-    wait for one of them. An answer's maximum length limits them, and so does the time within which a client
-    has to read.
+    Its queue of events has no limit, because a stream carries the outputs of many requests and must not wait
+    for one of them. The maximum length of an answer limits it, and so does the time within which a client has
+    to read.
     """
 
     def __init__(self, sequence_id: str, attempt: int, spawn: Spawn, charge: AttemptCharge) -> None:
@@ -80,12 +80,12 @@ class WorkerCalls:
         self._has_event = asyncio.Event()
         self._running: dict[str, _RunningCall] = {}
         self._failed: list[Worker] = []
-        """The workers whose calls ended with an error, and that did not say what they had generated."""
+        """Workers whose calls ended with an error and without the number of generated tokens."""
         self._subscriptions: list[tuple[OutputReader, worker_pb2.OutputChannel]] = []
         self._next_worker: NextWorker | None = None
 
     def move(self, next_worker: NextWorker) -> None:
-        """Make ``next`` raise AttemptMoved once it has returned all events that have come."""
+        """Make ``next`` raise AttemptMoved once it has returned all events that have arrived."""
         self._next_worker = next_worker
         self._has_event.set()
 
@@ -107,7 +107,7 @@ class WorkerCalls:
         return len(self._running)
 
     async def next(self) -> Event:
-        """Wait for and return the next event of any worker call; parts that have come are joined.
+        """Wait for and return the next event of any worker call; parts that have arrived are joined.
 
         Raises:
             AttemptMoved: see ``move``.
@@ -127,7 +127,7 @@ class WorkerCalls:
         return event
 
     def _joined(self, worker: Worker, parts: list[AnswerPart]) -> Event:
-        """Return an event with these parts and those of the events that follow, one of each sequence."""
+        """Return an event with these parts and those of the next events, joined for each sequence."""
         joined: dict[int, AnswerPart] = {}
         num_tokens = 0
         while True:
@@ -162,7 +162,7 @@ class WorkerCalls:
         for each in self._running.values():
             each.call.cancel()
             each.pump.cancel()
-            # Cancelling the call has the same effect, but the worker does not say what it had generated.
+            # Cancelling the call has the same effect, but the worker then cannot report its generated tokens.
             self._spawn(self._abort(each.worker))
         if not self._charge.is_repeated:
             for worker in self._failed:

@@ -19,7 +19,7 @@ from quire.services.router.workers.worker import Worker
 from quire.services.server.phases import Phase, RequestPhases
 
 LATE_FACTOR = 2.0
-"""A new request is refused if its first token is expected after this many times the time that it has."""
+"""A new request is refused if its first token is expected after this many times its remaining time."""
 
 
 MIN_PULL_SECONDS = 0.5
@@ -27,7 +27,7 @@ MIN_PULL_SECONDS = 0.5
 
 
 class WorkerChoice:
-    """Chooses by what the workers have cached and have to do, and prefers those that have not failed.
+    """Chooses by the workers' cached blocks and load, and prefers workers that have not failed.
 
     Args:
         remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
@@ -55,10 +55,10 @@ class WorkerChoice:
         self._failed.add(worker.worker_id)
 
     async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan | None:
-        """Return the workers of a group's next attempt, or None if no decode worker takes requests any more.
+        """Return the workers of a group's next attempt, or None if no decode worker accepts requests.
 
         Args:
-            next_worker: the decode worker, if it takes requests; None: the one that the planner says.
+            next_worker: the decode worker, if it accepts requests; None: the planner chooses.
 
         Raises:
             ResourceExhausted: the first token is expected long after the deadline.
@@ -82,7 +82,7 @@ class WorkerChoice:
             must_be_local=is_scored or group.num_prefilled_tokens == 0,
             max_output_tokens=self._params.max_tokens - len(group.output_token_ids),
             num_answers=len(group.answers),
-            # What has begun is tried to the end; and estimates are not exact.
+            # A request that has begun is tried until its deadline, because estimates are not exact.
             max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
         )
         try:
@@ -111,7 +111,7 @@ class WorkerChoice:
         return worker.health.is_unhealthy or worker.worker_id in self._failed
 
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
-        """Return the workers that may get a group: a suspect, those that have outlived the dead."""
+        """Return the workers that may get a group; for a suspect, those that answered after the death."""
         serving = self._cluster.workers.serving(role)
         return [each for each in serving if not group.deaths or each.health.answered_at >= group.died_at]
 
@@ -120,7 +120,7 @@ class WorkerChoice:
         return [worker.worker_id for worker in serving if not self._is_unhealthy(worker)]
 
     def _candidates(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[CandidateWorker]:
-        """Return the workers of a role that take requests, or only one of them."""
+        """Return the workers of a role that accept requests, or only ``only`` if it is given."""
         suspects, block_size = self._cluster.suspects, self._cluster.model.block_size
         return [
             CandidateWorker(

@@ -1,4 +1,4 @@
-"""Runs the generations of one batch call side by side."""
+"""Runs the generations of one batch call concurrently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def batch_answers(
 ) -> AsyncGenerator[pb.GenerateBatchResponse]:
     """Start the generations in order, and yield the result of each one as soon as it has ended.
 
-    A generation takes one of the places while it runs. If it fails with a ``ServiceError``, its result is
+    A generation occupies one of the places while it runs. If it fails with a ``ServiceError``, its result is
     that error, and the others continue.
     """
 

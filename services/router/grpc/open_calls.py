@@ -11,7 +11,7 @@ from quire.rpc.ended_calls import end_calls
 from quire.rpc.errors import DRAINING, RETRY_AFTER_SECONDS, Unavailable
 
 END_SECONDS = 1.0
-"""How long calls that are ended may take to tell their clients."""
+"""Time for calls that are ended to notify their clients."""
 
 
 class OpenCalls:

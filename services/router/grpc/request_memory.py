@@ -1,8 +1,8 @@
-"""Bounds the memory that the requests under way take in a router.
+"""Bounds the memory that a router uses for its running requests.
 
-Admission bounds the number of requests, but one may have 16 MiB, and a thousand such requests would take more
+Admission bounds the number of requests, but one may have 16 MiB, and a thousand such requests would use more
 memory than a machine has. The bytes of a request count as they arrive, until its answer has ended. The first
-bytes of each do not count, so large requests never keep small ones away.
+bytes of each request do not count, so large requests never block small ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNCOUNTED_BYTES = 64 << 10
 
 
 class RequestMemory:
-    """The bytes of the requests under way, both of the gRPC and of the HTTP API.
+    """The bytes of the running requests of both the gRPC and the HTTP API.
 
     Attributes:
         num_bytes: their sum, without the bytes that do not count.
@@ -38,7 +38,7 @@ class RequestMemory:
     def request(self) -> Iterator[AddBytes]:
         """Yield a function that counts further bytes of one request, until the context ends.
 
-        The function raises ``ResourceExhausted`` if the requests under way leave no room for the bytes.
+        The function raises ``ResourceExhausted`` if the bytes would exceed ``max_bytes``.
         """
         num_read = num_counted = 0
 

@@ -1,4 +1,4 @@
-"""Measures one request for the metrics, from its arrival to its end, and logs and traces it then."""
+"""Measures one request for the metrics, from its arrival to its end; then logs and traces it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Answer:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean seconds per token after the first; None if all tokens came in one message."""
+        """Mean seconds per token after the first; None if all tokens arrived in one message."""
         num_more = self.num_tokens - 1
         return (self.last - self.first) / num_more if num_more and self.last > self.first else None
 
@@ -51,7 +51,7 @@ class RequestTimes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch for the end of the request, and observe its outcome and its times then."""
+        """Observe the outcome and the times of the request when the context ends."""
         outcome = OK
         try:
             yield
@@ -66,7 +66,7 @@ class RequestTimes:
         self._describe = partial(_describe, request_id, tenant, usage, span)
 
     def sent(self, response: pb.GenerateStreamResponse) -> None:
-        """Record the time of a message; call this just before the message goes to the client."""
+        """Record the time of a message; call this just before the message is sent to the client."""
         now, num_tokens = self._clock(), len(response.token_ids)
         if num_tokens:
             self._tokens(response.index, num_tokens, now)

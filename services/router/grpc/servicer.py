@@ -72,7 +72,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Generate all answers and yield their tokens as they come."""
+        """Generate all answers and yield their tokens as they arrive."""
         tenant, deadline = CALLER.get(), self._deadline(context)
         headers = context.invocation_metadata()
         answer = self.generate(request.generation, tenant, deadline, headers)
@@ -165,7 +165,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
         Args:
             deadline: a reading of the clock.
-            headers: headers of the call, which may name a trace.
+            headers: headers of the call, which may contain a trace id.
             prompt_logprobs: adds up those of the prompts that are answered in one message; None: only these.
 
         Raises:

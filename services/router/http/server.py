@@ -177,7 +177,7 @@ def _application(
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
     """Set the request id header, and a Server header that does not reveal aiohttp's and Python's versions.
 
-    If a part of the body is still to come, the connection ends with this answer.
+    If a part of the body has not arrived yet, the connection ends with this answer.
     """
     # aiohttp itself refuses an Expect header that it does not know, before any middleware runs.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or first_request_id(request)

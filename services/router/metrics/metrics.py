@@ -167,4 +167,4 @@ class Instruments(NamedTuple):
     metrics: RouterMetrics
     tracer: Tracer
     clock: Callable[[], float]
-    """Returns seconds that never go back."""
+    """Returns monotonic seconds."""

@@ -50,7 +50,7 @@ class SloMetrics:
         """Count a request that ended.
 
         Args:
-            ttft_seconds: time to the first token; None if no token came, which misses the target.
+            ttft_seconds: time to the first token; None if no token arrived, which misses the target.
             tpot_seconds: mean time for each further token; None if there was none, which meets the target.
         """
         if grpc_code in _CLIENTS_OWN:

@@ -13,13 +13,13 @@ from quire.services.router.workers.worker import Worker
 from quire.services.server.log import get_logger
 
 FAILED = "failed"
-"""The failure of a copy whose call failed."""
+"""The reported reason if the call itself failed."""
 
 _log = get_logger("router")
 
 
 def num_sealed_blocks(num_tokens: int, block_size: int) -> int:
-    """Return how many full blocks a sequence has that generates: its last token was not computed yet."""
+    """Return how many blocks of a generating sequence are full; its last token is not computed yet."""
     return max(0, num_tokens - 1) // block_size
 
 
@@ -32,12 +32,12 @@ async def copy_blocks(
     time: worker_pb2.CopyTime,
     seconds: float,
 ) -> worker_pb2.PullSummary:
-    """Copy all full blocks of a sequence that the target lacks; return what was copied. Never raises.
+    """Copy the full blocks of a sequence that the target lacks; return a summary. Never raises.
 
     Args:
         token_ids: the prompt and the answer so far.
         time: when the target makes the copy.
-        seconds: how long the copy may take, its wait included.
+        seconds: time limit of the copy, including its wait.
     """
     pull_from = worker_pb2.PullSource(
         address=source.peer_address,

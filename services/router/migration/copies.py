@@ -1,14 +1,14 @@
 """Copies the blocks of running answers to other workers, so that the answers can go on there.
 
 **Answers on a worker that drains move.** A move is an attempt that follows another without a failure.
-While the worker generates on, another worker copies the full blocks of the answer. Then the attempt ends,
-and the next one continues there from the prompt and the tokens already sent, with the same seed. It
-computes only the tokens again that came after the copy, in one step: to copy their open block would take
-longer.
+While the draining worker continues to generate, another worker copies the full blocks of the answer. Then
+the attempt ends, and the next one continues there from the prompt and the tokens already sent, with the same
+seed. It recomputes only the tokens generated after the copy, in one step, which is faster than copying
+their open block.
 
-**Answers that have grown are copied** if the router is told so. When a worker dies, the next attempt of
-an answer takes the blocks from the worker that has the copy, like any cached block, and computes only the
-tokens that came after the last copy. Without copies, it computes all tokens again.
+**Answers that have grown are copied** if the router is configured so. When a worker dies, the next attempt
+of an answer uses the blocks on the worker that has the copy, like any cached block, and recomputes only the
+tokens generated after the last copy. Without copies, it recomputes all tokens.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ MAX_UNDER_WAY = 4
 INTERVAL_TOKENS = 256
 """New tokens of an answer after which it is copied again; shorter answers are never copied."""
 GROWN_SECONDS = 2.0
-"""Time limit of a copy of an answer that has grown, its wait for room in the other worker's pool included."""
+"""Time limit for copying an answer that has grown, including the wait for room in the other worker's pool."""
 MOVE_SECONDS = 5.0
 """Time limit of a copy of an answer that moves."""
 MAX_COPIES = 3
-"""Maximum number of copies for a move: each brings the blocks that were filled during the one before."""
+"""Maximum number of copies for a move: each one adds the blocks that were filled during the previous one."""
 MAX_MISSING_BLOCKS = 16
-"""An answer that would have to compute more blocks again stays where it is."""
+"""An answer that would have to recompute more blocks than this is not moved."""
 
 _log = get_logger("router")
 
 
 class CopyMetrics:
-    """Counts the copies, the blocks copied, and what became of the answers of workers that drain."""
+    """Counts the copies, the copied blocks, and which answers of draining workers moved or stayed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.moves = Counter(
@@ -77,11 +77,11 @@ class CopyMetrics:
 
 @dataclass(eq=False, slots=True)
 class _Followed:
-    """An attempt, and what is done with its answers.
+    """An attempt, and the state of the copies and the move of its answers.
 
     Attributes:
         next_copy: number of tokens from which the answers are copied again.
-        is_copied: whether a copy is under way because they have grown.
+        is_copied: whether a copy is running because they have grown.
     """
 
     attempt: RunningAttempt
@@ -92,17 +92,17 @@ class _Followed:
 
 
 class _Copied(NamedTuple):
-    """Full blocks of an answer on the worker that it moves to: those that are there, and the others."""
+    """Numbers of an answer's full blocks that the target of its move has and lacks."""
 
     num_held: int
     num_missing: int
 
 
 class Copies:
-    """Knows the attempts on each decode worker, and copies their answers.
+    """Tracks the attempts on each decode worker, and copies their answers.
 
-    The answers of a beam search, and those with a KV budget, are not copied and stay until they end: they
-    depend on more than their prompt, their tokens and their seed.
+    The answers of a beam search, and those with a KV budget, are neither copied nor moved: they depend on
+    more than their prompt, their tokens and their seed.
 
     Args:
         copies_grown: whether answers are copied as they grow.
@@ -196,7 +196,7 @@ class Copies:
     # --- answers on a worker that drains ------------------------------------------------------------------
 
     def _start_all_moves(self) -> None:
-        """Try again: another worker has come."""
+        """Retry the moves, because another worker has joined or accepts requests again."""
         for worker in [worker for worker in self._running if worker.health.is_draining]:
             self._start_moves(worker)
 
@@ -216,7 +216,7 @@ class Copies:
                 copied = await self._copy_to_move(attempt, target)
         finally:
             followed.is_moving = False
-        # Meanwhile it may have ended, or the operator may have taken the worker back.
+        # Meanwhile the attempt may have ended, or the operator may have ended the draining.
         if not self._must_move(followed):
             return
         has_begun = any(answer.token_ids for answer in group.answers)
@@ -241,7 +241,7 @@ class Copies:
         return worker.health.is_draining and followed in self._running.get(worker, ())
 
     def _target(self, draining: Worker) -> Worker | None:
-        """Return the decode worker with the most room, or None if no other takes requests.
+        """Return the decode worker with the most room, or None if no other suitable one accepts requests.
 
         A worker with another version of the arithmetic would compute other bits, so it gets no answer.
         """
@@ -268,7 +268,7 @@ class Copies:
     async def _copy_until_full(
         self, attempt: RunningAttempt, target: Worker, answer: OutputAssembler
     ) -> _Copied:
-        """Copy the full blocks of an answer until none was filled meanwhile."""
+        """Copy the full blocks of an answer, and repeat for those that were filled meanwhile."""
         num_prompt_tokens, block_size = len(attempt.group.prompt_token_ids), target.info.layout.block_size
         time = worker_pb2.COPY_TIME_NOW
         result = _Copied(0, 0)

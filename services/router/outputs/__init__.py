@@ -1,1 +1,1 @@
-"""What workers generate, on its way to the client."""
+"""Turns the outputs of workers into messages for the client."""

@@ -14,7 +14,7 @@ QUEUE_SIZE = 16
 
 
 async def merged(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield the items of all streams as they come; the first error ends all streams and is raised."""
+    """Yield the items of all streams as they arrive; the first error ends all streams and is raised."""
     items: asyncio.Queue[T] = asyncio.Queue(QUEUE_SIZE)
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

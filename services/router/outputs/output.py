@@ -60,7 +60,7 @@ class OutputAssembler:
         text = self._without_sent(text)
         token_ids, logprobs = part.token_ids[:num_tokens], part.logprobs[:num_tokens]
         self.token_ids += token_ids
-        # Add them one by one: the sum must not depend on how many tokens come at once.
+        # Add them one by one: the sum must not depend on how many tokens arrive at once.
         for each in logprobs:
             self.cumulative_logprob += each.logprob
         self.finish_reason = pb.FINISH_REASON_STOP if is_stopped else part.finish_reason
@@ -74,7 +74,7 @@ class OutputAssembler:
         )
 
     def _without_sent(self, text: str) -> str:
-        """Return new text for the client: how much text is held back depends on how tokens came together."""
+        """Return new text for the client; how much is withheld depends on how the tokens were batched."""
         unsent, self._unsent = self._unsent, ""
         num_sent = min(self._num_sent_ahead, len(text))
         self._num_sent_ahead -= num_sent

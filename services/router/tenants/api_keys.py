@@ -100,7 +100,7 @@ class ApiKeys:
 
     def authenticate(self, headers: Headers) -> Tenant:
         """Return the tenant of the bearer's key; see ``Authenticator``."""
-        # The time of the look-up can reveal only something about the hash, and no key follows from a hash.
+        # The time of the look-up can reveal bits of the hash, but never of the key.
         digest = hashlib.sha256(_bearer_token(headers).encode()).digest()
         tenant = self._tenants.get(digest)
         if tenant is None:
@@ -108,7 +108,7 @@ class ApiKeys:
         return tenant
 
     async def follow(self) -> None:
-        """Reload the file whenever it changes, until cancelled; while it is malformed, the old keys hold."""
+        """Reload the file at each change, until cancelled; while it is malformed, the old keys stay valid."""
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             await asyncio.to_thread(self.reload)
@@ -122,7 +122,7 @@ class ApiKeys:
             self._tenants = read_keys(self._path)
             self._version = version
         except BadFileError as error:
-            # A file that cannot be opened now, for want of descriptors for example, is read again.
+            # A file that cannot be opened now, for example because descriptors ran out, is read again later.
             if not isinstance(error.__cause__, OSError):
                 self._version = version
             _log.error("api_keys_not_reloaded", error=error)

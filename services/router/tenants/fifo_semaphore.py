@@ -29,7 +29,7 @@ class FifoSemaphore:
         self._call_next()
 
     async def enter(self, num_places: int) -> None:
-        """Take places; wait until they are free and the requests that came earlier have theirs."""
+        """Acquire places; wait until they are free and earlier requests have theirs."""
         if self.has_room(num_places):
             self._num_taken += num_places
             return
@@ -48,7 +48,7 @@ class FifoSemaphore:
             raise
 
     def leave(self, num_places: int) -> None:
-        """Give places back."""
+        """Release places."""
         self._num_taken -= num_places
         self._call_next()
 

@@ -20,7 +20,7 @@ from quire.services.router.tenants.token_bucket import TokenBucket
 
 
 def limit_reached(limit: int, what: str, reason: str) -> ResourceExhausted:
-    """Return the error for a request that comes while ``limit`` others run."""
+    """Return the error for a request that arrives while ``limit`` others run."""
     return ResourceExhausted(
         f"{limit} {what}, the most that this router takes; try again",
         reason=reason,
@@ -47,7 +47,7 @@ class Allowance:
         self._metrics = metrics
 
     async def spend_prompt(self, num_tokens: int) -> None:
-        """Charge a prompt, and what was received of answers, before they are computed.
+        """Charge a prompt, and the already received part of answers, before they are computed.
 
         Raises:
             ResourceExhausted: the tenant has too few tokens left; ``retry_after_seconds`` is exact.
@@ -79,7 +79,7 @@ class Allowance:
 
 
 class TenantLimits:
-    """The use that tenants make of their limits.
+    """Applies the limits of all tenants.
 
     Args:
         metrics: counts refused requests.
@@ -108,7 +108,7 @@ class TenantLimits:
 
     @asynccontextmanager
     async def places(self, tenant: Tenant, num_places: int, deadline: float) -> AsyncIterator[None]:
-        """Hold places for a request until the context ends; if too few are free, first wait for them.
+        """Reserve places for a request until the context ends; if too few are free, first wait for them.
 
         Args:
             deadline: a reading of the clock.

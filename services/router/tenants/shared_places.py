@@ -33,16 +33,16 @@ class SharedPlaces:
         self._store = store
         self._num_running = 0
         self._waiting: deque[object] = deque()
-        """The requests that have been told to wait, oldest first."""
+        """The requests that the store has queued, oldest first."""
         self._asking = asyncio.Lock()
-        """Held during a call to the store, which sends the present numbers and may change them."""
+        """Locked during a call to the store, which sends the present numbers and may change them."""
         self._has_left = asyncio.Event()
         """Replaced by a new one when a request leaves."""
         self._is_recorded = False
         """Whether the store may have numbers other than zero."""
 
     async def enter(self, num_places: int) -> None:
-        """Take places; wait until they are free and the requests that came earlier have theirs.
+        """Acquire places; wait until they are free and earlier requests have theirs.
 
         Raises:
             PlacesRefusedError: they are taken, and no more requests may wait.
@@ -71,7 +71,7 @@ class SharedPlaces:
             self._waiting.remove(ticket)
 
     async def leave(self, num_places: int) -> None:
-        """Give places back; on return, other routers can take them."""
+        """Release places; on return, other routers can acquire them."""
         self._num_running -= num_places
         self._has_left.set()
         self._has_left = asyncio.Event()

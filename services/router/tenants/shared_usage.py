@@ -22,8 +22,8 @@ FLUSHES_PER_BEAT = round(LEASE_SECONDS / 4 / FLUSH_SECONDS)
 class SharedUsage:
     """The usage of tenants on all routers.
 
-    While Redis does not answer, a router applies the limits to its own usage. What is used meanwhile is not
-    charged later.
+    While Redis does not answer, a router applies the limits to its own usage, which is not charged in Redis
+    later.
     """
 
     def __init__(self, store: UsageStore) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 SECONDS_PER_MINUTE = 60.0
 ROUNDING_TOKENS = 1e-6
-"""Shortfall that is ignored, so that a client that waited exactly as long as told is not refused because of a
-rounding error."""
+"""Shortfall that is ignored, so that a rounding error does not refuse a client that waited exactly as long as
+it was asked to."""
 
 
 class TokenBucket:
@@ -15,7 +15,7 @@ class TokenBucket:
 
     It may go into debt, and the debt must be repaid before more tokens are taken.
 
-    Prompts are taken in advance. Answers are spent as they come, because their length is not known. In any
+    Prompts are taken in advance. Answers are spent as they arrive, because their length is not known. In any
     time T, the tokens taken and spent are at most capacity + rate · T + the tokens that were spent in debt.
 
     Args:

@@ -1,4 +1,4 @@
-"""Keeps in Redis what tenants use of their limits, so that the limits hold for all routers together.
+"""Stores the usage of tenants in Redis, so that their limits apply to all routers together.
 
 Keys, all in one hash slot::
 
@@ -32,7 +32,7 @@ _log = get_logger("router")
 
 
 class Outcome(StrEnum):
-    """What became of a request for places."""
+    """The result of a request for places."""
 
     GRANTED = "granted"
     WAITS = "waits"
@@ -77,7 +77,7 @@ class UsageStore:
         is_new: bool = False,
         is_first: bool = False,
     ) -> Outcome | None:
-        """Record what this router runs of a tenant, and take places for one more request.
+        """Record how many places this router uses for a tenant, and acquire places for one more request.
 
         Args:
             num_running: places that this router's requests of the tenant have.

@@ -1,1 +1,1 @@
-"""The workers that a router knows: their health, their connections and what they send."""
+"""The workers that a router knows: their health, their connections and their outputs."""

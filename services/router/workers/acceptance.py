@@ -1,7 +1,7 @@
 """Decides which workers a router accepts: those of its cluster that serve the model of the first worker.
 
-Workers whose kernels compute other bits (``ARITHMETIC_VERSION``) never share blocks, nor do answers move
-between them while both could serve. So a router keeps to one version until no worker of it takes requests.
+Workers whose kernels compute different bits (``ARITHMETIC_VERSION``) never share blocks, nor do answers move
+between them while both could serve. So a router accepts only one version until every worker of it drains.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _log = get_logger("router")
 
 
 class Acceptance:
-    """Accepts workers by their proof, their role, and what the first worker has said about itself.
+    """Accepts workers by their proof, their role, and the description of the first worker.
 
     Args:
-        trust: tells the cluster's workers from strangers.
+        trust: distinguishes the cluster's workers from strangers.
         expected_fingerprint: returns the fingerprint that a worker with a given cache descriptor must have;
             None: any fingerprint is accepted.
 
@@ -42,12 +42,12 @@ class Acceptance:
         self.reference: worker_pb2.GetWorkerInfoResponse | None = None
 
     def joined(self, info: worker_pb2.GetWorkerInfoResponse) -> None:
-        """Note that a worker has joined; the workers after the first one must be like it."""
+        """Record that a worker has joined; later workers must match the first one."""
         if self.reference is None or info.cache_descriptor != self.reference.cache_descriptor:
             self.reference = info
 
     def forget_all_but(self, addresses: Set[str]) -> None:
-        """Forget the refused workers at other addresses, so that they are logged when they come again."""
+        """Forget the refused workers at other addresses, so that they are logged when they return."""
         self._refused = {at: problem for at, problem in self._refused.items() if at in addresses}
 
     def accepts(self, member: Member, probe: Probe, *, may_change: bool = False) -> bool:

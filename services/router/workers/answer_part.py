@@ -1,7 +1,7 @@
-"""What a worker has added to one answer of a request, as plain values.
+"""The part that a worker has added to one answer of a request, as plain values.
 
-A message of the stream of outputs has tokens of many requests. An object of protobuf for each of these tokens
-would cost more than all else that the router does with it.
+A message of the output stream contains tokens of many requests. A protobuf object for each of these tokens
+would cost more than everything else that the router does with the token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def part_of_tokens(tokens: Sequence[worker_pb2.SampledToken], finish_reason: pb.
 
 
 def part_of_output(output: worker_pb2.SequenceOutput) -> AnswerPart:
-    """Return what a decode worker's message says about one sequence."""
+    """Return the part that a decode worker's message contains for one sequence."""
     part = part_of_tokens(output.tokens, output.finish_reason)
     part.index = output.index
     part.score = output.score if output.HasField("score") else None

@@ -1,4 +1,4 @@
-"""Keeps what a router knows of a worker's health, and decides by it whether the worker gets requests."""
+"""Tracks a worker's health as the router knows it, and decides whether the worker gets requests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class WorkerHealth:
 
     @property
     def has_vanished(self) -> bool:
-        """Whether its silence is far longer than others were."""
+        """Whether its silence is far longer than its earlier silences."""
         return self._pulse.has_stopped
 
     @property
@@ -143,12 +143,12 @@ class WorkerHealth:
     # --- signs of life ------------------------------------------------------------------------------------
 
     def passed(self, seconds: float) -> None:
-        """Some seconds have passed without a sign of life; they do not count while it is set aside."""
+        """Count seconds without a sign of life, unless the worker is set aside."""
         if not self._is_set_aside:
             self._pulse.wait(seconds)
 
     def heard(self) -> None:
-        """There was a sign of life; it does not count while the worker is set aside."""
+        """Record a sign of life, unless the worker is set aside."""
         if not self._is_set_aside:
             self._pulse.hear()
 
@@ -173,7 +173,7 @@ class WorkerHealth:
         return was_set_aside
 
     def probe_missed(self, begin: float) -> None:
-        """It did not answer a probe in time that began at a reading of the clock."""
+        """It did not answer in time a probe that began at a reading of the clock."""
         if self._num_unanswered == 0:
             self._unanswered_since = begin
         self._num_unanswered += 1

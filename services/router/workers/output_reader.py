@@ -21,7 +21,7 @@ from quire.services.server.log import get_logger
 REOPEN_SECONDS = 0.2
 """Pause before a stream that has ended is opened again."""
 ENDED_BY_WORKER = "the worker has ended its stream of outputs"
-"""Details of the error after a stream that has ended without one, as a worker that stops ends it."""
+"""Details of the error if a stream ends without an error, as it does when its worker stops."""
 
 _log = get_logger("router")
 
@@ -36,14 +36,14 @@ class Connection(Protocol):
 
 
 Receive = Callable[[list[AnswerPart] | grpc.aio.AioRpcError], None]
-"""Takes what a decode has added to its answers, or the error after which no more outputs come."""
+"""Receives the parts that a decode has added to its answers, or the error after which no outputs follow."""
 
 
 class OutputReader:
     """Reads the outputs of all decodes of one connection, in a call that is opened again when it ends.
 
-    Without it, each token of each request would be a message in a call of its own, and the cost of a message
-    is many times that of a token.
+    Without it, each token of each request would be a message in a separate call, and a message costs many
+    times as much as a token.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -89,7 +89,7 @@ class OutputReader:
         return worker_pb2.OutputChannel(stream_id=self._stream_id, channel=channel)
 
     def unsubscribe(self, channel: worker_pb2.OutputChannel) -> None:
-        """Ignore from now on what comes in a channel."""
+        """Ignore all later outputs of a channel."""
         if channel.stream_id == self._stream_id:
             self._receivers.pop(channel.channel, None)
 

@@ -1,4 +1,4 @@
-"""Asks workers whether they serve, again and again where they do not answer."""
+"""Asks workers whether they serve, and repeats the question until they answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASK_AGAIN_SECONDS = 0.2
 
 
 class Probing:
-    """Probes workers, tells their health what they answer, and ends those that are gone.
+    """Probes workers, records their answers in their health, and ends the calls of those that are gone.
 
     Args:
         trust: checks the proofs of the answers.
@@ -84,7 +84,7 @@ class Probing:
         return None
 
     async def ask_once(self, workers: Iterable[Worker]) -> None:
-        """Ask some workers, together with other callers that do the same; return when all have been asked."""
+        """Ask some workers, sharing probes with concurrent callers; return when all have been asked."""
         asking = []
         for worker in workers:
             if worker not in self._once:

@@ -1,7 +1,7 @@
-"""Tells a worker that has vanished from one that is late, by its signs of life.
+"""Distinguishes a worker that has vanished from one that is late, by its signs of life.
 
-Signs of life are its reports and new connections to it (``silences.py``). A worker has vanished once it has
-been silent for several times as long as it was lately.
+Signs of life are its reports and new connections to it (``silences.py``). A worker has vanished once its
+silence is several times as long as its recent silences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pulse:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the silence is far longer than others were."""
+        """Whether the silence is far longer than earlier ones."""
         return self.silence >= max(LEAST_LIMIT_SECONDS, LIMIT_FACTOR * self.longest)
 
     def wait(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""Holds the requests for which no worker is there, until one can take them.
+"""Queues requests while no worker can serve them.
 
-Workers restart, and a request that comes meanwhile would fail although it has time left. So it waits, and a
-worker that comes gets the waiting requests in their order of arrival.
+Workers restart, and a request that arrives meanwhile would fail although it has time left. So it waits, and
+the next available worker gets the waiting requests in their order of arrival.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WorkerQueue:
     Args:
         can_serve: returns whether a decode worker takes requests now.
         max_wait_seconds: longest time that a request waits; 0: none waits.
-        clock: returns seconds and never goes back.
+        clock: returns monotonic seconds.
         waiting: shows how many requests wait.
     """
 
@@ -39,11 +39,11 @@ class WorkerQueue:
         self._clock = clock
         self._waiting = waiting
         self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
-        """Arrival, a number that orders equal arrivals, and what wakes the request; in this order."""
+        """Sorted entries: arrival, a number that orders equal arrivals, and what wakes the request."""
         self._num_turns = 0
 
     def wake(self) -> None:
-        """Let all waiting requests go on, the oldest first, if a worker takes requests now."""
+        """Let all waiting requests continue, the oldest first, if a worker accepts requests now."""
         if self._can_serve():
             for _, _, turn in self._turns:
                 if not turn.done():
@@ -56,10 +56,10 @@ class WorkerQueue:
                 turn.set_exception(error())
 
     async def turn(self, arrival: float, deadline: float) -> None:
-        """Return when a worker takes requests and no older request waits for one.
+        """Return when a worker accepts requests and no older request waits for one.
 
         Args:
-            arrival: when the request came, a reading of the clock.
+            arrival: when the request arrived, a reading of the clock.
             deadline: its deadline, another reading.
 
         Raises:

@@ -1,7 +1,7 @@
 """Measures how long workers are silent, and finds those that have vanished.
 
-A worker reports all the time. When its reports stop, the router tries to connect again: gRPC answers in
-threads of its own, so this succeeds even if the worker's event loop hangs.
+A worker reports all the time. When its reports stop, the router tries to connect again. gRPC accepts
+connections in its own threads, so this succeeds even if the worker's event loop hangs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Follows one worker in a call that lasts, so that the router notices within two seconds that it is gone."""
+"""Follows one worker in a long-lived call, so that the router notices within two seconds that it is gone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ async def watch_worker(
     hear: Callable[[Worker, worker_pb2.WatchWorkerResponse], None],
     set_aside: Callable[[Worker], asyncio.Task[None]],
 ) -> None:
-    """Pass on what a worker says about itself, and notice when its connection breaks, until cancelled.
+    """Pass on a worker's reports, and detect when its connection breaks, until cancelled.
 
     A worker that is killed closes its connections, which ends the call. If it vanishes without that, its
     reports stop (``silences.py``).
 
     Args:
         router_id: names this router's own requests, which the reported load leaves out.
-        hear: called with what the worker says.
+        hear: called with each report.
         set_aside: called when the connection has broken; its task ends when the worker has answered a probe.
     """
     while True:

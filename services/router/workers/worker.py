@@ -96,7 +96,7 @@ class Worker:
     role: str = field(init=False)
     """Present role, by which it gets new requests; ``info`` has the one that it had when it joined."""
     last_report: worker_pb2.WatchWorkerResponse = field(default_factory=worker_pb2.WatchWorkerResponse)
-    """What it said last about itself."""
+    """Its latest report."""
     num_requests: int = 0
     """Number of this router's requests in flight on the worker."""
     pending_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Tracks the workers of a router: which there are, and what changes on them."""
+"""Tracks the workers of a router and their changes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class WorkerSet:
         self._on_leave.append(forget)
 
     def call_on_return(self, notice: Callable[[], None]) -> None:
-        """Call a function whenever a worker has joined or takes requests again."""
+        """Call a function whenever a worker has joined or accepts requests again."""
         self._on_return.append(notice)
 
     def call_on_drain(self, notice: Callable[[Worker], None]) -> None:
@@ -102,7 +102,7 @@ class WorkerSet:
     async def ask_again(self, since: float) -> None:
         """Ask the workers that may get requests, except those that have answered since a clock reading.
 
-        Those that have just ended then leave, and those that do not answer stay without a newer answer.
+        Workers that have just ended then leave. A worker that does not answer keeps its old ``answered_at``.
         """
         serving = [worker for role in ROLES for worker in self.serving(role)]
         await self._probing.ask_once(each for each in serving if each.health.answered_at < since)
@@ -176,7 +176,7 @@ class WorkerSet:
     async def set_draining(
         self, worker: Worker, is_draining: bool, tell: Callable[[], Awaitable[Any]]
     ) -> None:
-        """Start or end the draining of a worker; on return, this set has the new state too.
+        """Start or end the draining of a worker; on return, this set has recorded the new state.
 
         No refresh runs meanwhile: a refresh that had read the membership earlier would undo the change.
 
@@ -300,7 +300,7 @@ class WorkerSet:
             self._connections.close_soon(worker.connection)
 
     def _mark(self, worker: Worker, is_draining: bool) -> None:
-        """Record whether a worker drains; one with another version of the arithmetic may not come back."""
+        """Record whether a worker drains; one with another arithmetic version leaves when that changes."""
         if not worker.health.reported_draining(is_draining):
             return
         if self.reference and worker.info.cache_descriptor != self.reference.cache_descriptor:
@@ -312,7 +312,7 @@ class WorkerSet:
             notice(worker)
 
     def _hear_answer(self, worker: Worker, probe: Probe, role: str) -> None:
-        """Note what a worker answers to a probe that was sent while it had a role."""
+        """Apply a worker's answer to a probe; ``role`` is the role it had when the probe was sent."""
         if probe.info.epoch != worker.info.epoch:
             return
         self._set_stalled(worker, probe.info.is_stalled)

@@ -86,7 +86,7 @@ class ChatWriter(AnswerWriter[ChatCompletionRequest, ChatCompletionChunk]):
         return [names]
 
     def _events(self, at: int, response: pb.GenerateStreamResponse) -> list[ChatCompletionChunk]:
-        """Return an event for the message; each answer's role comes before its first one."""
+        """Return an event for the message; the first event of each answer contains the role."""
         events, index = [], response.index
         if index not in self._readers:
             self._readers[index] = self._reader()

@@ -147,7 +147,7 @@ class CompletionWriter(AnswerWriter[CompletionRequest, Completion]):
         return choice
 
     def _offsets(self, index: int, prompt: _Prompt | None) -> TextOffsets:
-        """Return the text offsets of an answer's tokens, which begin after the prompt if that is echoed."""
+        """Return the text offsets of an answer's tokens; they begin after the prompt if it is echoed."""
         if index not in self._text_offsets:
             start = len(prompt.text) if prompt else 0
             self._text_offsets[index] = TextOffsets(

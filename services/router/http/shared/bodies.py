@@ -21,13 +21,13 @@ from quire.services.router.http.shared.json_text import to_json, to_json_in_step
 from quire.services.router.tenants.api_keys import Tenant
 
 REQUEST_ID = web.RequestKey("request_id", str)
-"""Key under which a request keeps its id, for the answer's header and the log."""
+"""Key under which a request stores its id, for the answer's header and the log."""
 ADD_BYTES: web.RequestKey[AddBytes] = web.RequestKey("add_bytes")
-"""Key under which a request keeps the function that counts its bytes."""
+"""Key under which a request stores the function that counts its bytes."""
 TENANT = web.RequestKey("tenant", Tenant)
 """Key under which handlers find the tenant of a request."""
 TIMES = web.AppKey("times", HttpTimes)
-"""Key under which the application keeps the time limits for clients."""
+"""Key under which the application stores the time limits for clients."""
 REQUEST_ID_HEADER = "X-Request-Id"
 PIECE_BYTES = 1 << 10
 """Bytes of a body that must arrive within each ``HttpTimes.piece_seconds``."""

@@ -1,4 +1,4 @@
-"""Runs the prompts of an HTTP request in the router, and sends server-sent events as messages come."""
+"""Runs the prompts of an HTTP request in the router, and sends server-sent events as messages arrive."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def _tagged(
 
 
 async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
-    """Send each event as soon as it comes, and ``[DONE]`` at the end.
+    """Send each event as soon as it arrives, and ``[DONE]`` at the end.
 
     An error before anything has been sent is raised, so that the response gets its status. A later error is
     sent as the last event.
