@@ -1,4 +1,4 @@
-"""Measures what requests demand of the workers, as independently as possible of the workers' roles."""
+"""Measures the load that requests cause, as independently as possible of the workers' roles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LOST_SHARE = 0.9
 
 
 class RoleState(NamedTuple):
-    """A worker that takes requests, and the router's work in flight there.
+    """A worker that accepts requests, and the router's work in flight there.
 
     Attributes:
         pending_seconds: expected time to compute the prompts in its queue.
@@ -37,14 +37,14 @@ class RoleState(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What all requests have demanded so far; each value only grows.
+    """Totals over all requests so far; each value only grows.
 
     Attributes:
         num_prompts: prompts that were placed.
         remote_seconds: expected compute time of the prompts that were placed on prefill workers.
         local_seconds: expected compute time of the prompts that decode workers compute themselves.
         num_tokens: tokens after the first of each answer.
-        token_seconds: time that these tokens took, summed over the answers.
+        token_seconds: time to generate these tokens, summed over the answers.
     """
 
     num_prompts: int = 0
@@ -54,7 +54,7 @@ class Totals(NamedTuple):
     token_seconds: float = 0.0
 
     def since(self, earlier: Totals) -> Totals:
-        """Return what was demanded after an earlier reading."""
+        """Return the demand since an earlier reading."""
         return Totals(
             self.num_prompts - earlier.num_prompts,
             self.remote_seconds - earlier.remote_seconds,
@@ -65,16 +65,16 @@ class Totals(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What the requests of the last seconds demand.
+    """The demand of the requests of the last seconds.
 
     Attributes:
         prompt_seconds: mean compute time of a prompt.
         prompt_load: compute time of prompts per second, for prefill workers if there are any.
-        local_load: compute time per second of prompts that decode workers compute though there are others.
-        backlog_seconds: compute time of the prompts that wait now.
+        local_load: compute time per second of prompts that decode workers compute despite prefill workers.
+        backlog_seconds: compute time of the waiting prompts.
         tokens_per_second: tokens after the first of each answer.
         answer_tokens: mean number of such tokens in an answer.
-        step_base: time of a decode step without its sequences' part.
+        step_base: time of a decode step, without the time that depends on its number of sequences.
         step_slope: additional time of a step for each sequence.
         resident_tokens: tokens of the sequences on decode workers.
         capacity_tokens: tokens that fit in the pool of one worker.
@@ -96,7 +96,7 @@ class Demand(NamedTuple):
 class StepTimes:
     """Learns a step's time as ``base + slope * sequences``, by least squares with decaying weights.
 
-    A weak prior holds the slope where the number of sequences has not varied yet.
+    A weak prior determines the slope as long as the number of sequences has not varied.
     """
 
     weight: float = 0.0
@@ -137,7 +137,7 @@ class DemandMeter:
         """Return the demand of the last seconds.
 
         Args:
-            workers: the workers that take requests.
+            workers: the workers that accept requests.
             totals: a new reading.
             now: time of the reading, in seconds.
         """
@@ -166,7 +166,7 @@ class DemandMeter:
         )
 
     def _learn_step(self, totals: Totals, now: float, num_decode: int) -> None:
-        """Learn the step time from what has happened since the last reading."""
+        """Learn the step time from the change since the last reading."""
         if not self._readings or not num_decode:
             return
         then, earlier = self._readings[-1]

@@ -1,8 +1,8 @@
 """Decides which workers change their roles, so that prefill and decode both keep up with the requests.
 
-The controller measures what requests demand (``demand.py``), and from that predicts their times for each
-split of the workers (``pressure.py``). It moves the workers towards the split whose largest pressure is the
-smallest. It makes no network calls, so the simulator decides with the same code.
+The controller measures the demand of the requests (``demand.py``), and predicts their times for each split of
+the workers (``pressure.py``). It moves the workers towards the split whose largest pressure is the smallest.
+It makes no network calls, so the simulator decides with the same code.
 """
 
 from __future__ import annotations

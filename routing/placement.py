@@ -22,7 +22,7 @@ PREFILL_TOKENS_PER_SECOND = 10_000.0
 PULL_BYTES_PER_SECOND = 1e9
 """Assumed bandwidth of a pull until the first pull has been measured."""
 HANDOFF_SECONDS = 0.005
-"""Assumed time that a decode worker takes to promise a place until the first promise has been measured."""
+"""Assumed time until a decode worker promises a place, used until the first promise has been measured."""
 HANDOFF_SHARE = 0.1
 """Weight of the newest promise in the moving average of their times."""
 ANSWER_TOKENS = 256.0
@@ -32,7 +32,7 @@ ANSWER_SHARE = 0.05
 MIN_MEASURED_TOKENS = 64
 """Minimum number of computed tokens for a measurement; shorter prompts measure overhead, not speed."""
 FAILED_PULL_SECONDS = 10.0
-"""Penalty for a failed pull, added to the time it took; the peer's rate is computed as if all bytes came."""
+"""Penalty added to the time of a failed pull; the peer's rate is computed as if all bytes had arrived."""
 IN_FLIGHT_SECONDS = 5.0
 """Longest time that the index is expected to lag behind a prompt that was sent to a worker."""
 
@@ -64,10 +64,10 @@ class PolicyConfig:
 
 
 class TooLateError(Exception):
-    """No first token is expected before the prompt's time is over.
+    """The first token is expected only after the prompt's ``max_seconds``.
 
     Attributes:
-        seconds: when it is expected, from now on.
+        seconds: expected time until the first token, from now on.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -227,7 +227,7 @@ class Planner:
         estimate, prefill_reason = remote or (local, None)
         if estimate.seconds > prompt.max_seconds:
             raise TooLateError(estimate.seconds)
-        # Only the worker that computes the prompt is noted. A decode worker that waits for a push has nothing
+        # Record only the worker that computes the prompt. A decode worker that waits for a push has no blocks
         # yet: if it were chosen for its prefix now, it would compute the whole prompt a second time.
         self._note(estimate.candidate, prompt)
         self.work.add(estimate.compute_seconds, is_local=remote is None)
@@ -244,7 +244,7 @@ class Planner:
         self._answer_tokens += ANSWER_SHARE * (num_tokens - self._answer_tokens)
 
     def record_promise(self, seconds: float) -> None:
-        """Update the average time that a decode worker takes to promise a place, in seconds."""
+        """Update the average time until a decode worker promises a place, in seconds."""
         self._handoff_seconds += HANDOFF_SHARE * (seconds - self._handoff_seconds)
 
     def record_prefill(
@@ -252,7 +252,7 @@ class Planner:
     ) -> None:
         """Update the rates when the first token of a prompt has just arrived.
 
-        Nothing is kept of workers that have left: a prompt that they still compute may end later.
+        Workers that have left are ignored: a prompt that they still compute may end later.
 
         Args:
             cached_tokens: prompt tokens that were not computed.

@@ -6,8 +6,8 @@ The cost of a prefill worker is the time until it can sample the first token, co
             + round trip + bytes pulled / peer's rate         if that is sooner than computing these tokens
             + tokens neither cached nor pulled / rate
 
-The cost of a decode worker is the share of its blocks that are taken once it has the request and an answer of
-average length. Blocks that it has already cached save a transfer, but no memory: they count half.
+The cost of a decode worker is the share of its blocks in use once it has the request and an answer of average
+length. Blocks that it has already cached save a transfer, but no memory: they count half.
 
 ``load`` ignores prefixes. ``precise`` uses the index and, for the last seconds, the prompts that this router
 has sent to each worker. Both share the rest.
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 TIE_SHARE = 0.05
 """Costs within this share of the least one count as equal, because rates are not measured more exactly."""
 TIE_SECONDS = 0.0005
-"""Times within this distance of the least one count as equal too."""
+"""Times within this distance of the least time also count as equal."""
 
 AFFINITY_BLOCKS = 16
 """Number of leading blocks that decide which worker a prompt prefers when costs are equal."""
@@ -161,7 +161,7 @@ def choose_decode(
     knows_prefixes = policy is Policy.PRECISE
 
     def taken(candidate: CandidateWorker) -> float:
-        """Return the share of the pool's blocks that are taken once the worker has the request."""
+        """Return the share of the pool's blocks that are in use once the worker has the request."""
         own = candidate.cached_tokens if knows_prefixes else 0
         return (candidate.resident_tokens + num_tokens - own * OVERLAP_SHARE) / candidate.capacity_tokens
 

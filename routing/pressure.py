@@ -13,7 +13,7 @@ standard deviations."""
 MAX_LOAD = 0.95
 """Load of a queue beyond which its wait is extended linearly, so that overloaded splits can be compared."""
 DRAIN_SECONDS = 10.0
-"""Time in which the prompts that wait should be computed in addition to those that come."""
+"""Time in which the waiting prompts should be computed in addition to new ones."""
 
 
 class Targets(NamedTuple):
@@ -24,7 +24,7 @@ class Targets(NamedTuple):
 
 
 class Pressure(NamedTuple):
-    """Predicted times as shares of their targets, and the share of decode workers' blocks that is taken."""
+    """Predicted times as shares of their targets, and the share of decode workers' blocks in use."""
 
     ttft: float
     tpot: float

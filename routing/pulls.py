@@ -43,9 +43,9 @@ class Peer(NamedTuple):
 def choose_pull(
     own_tokens: int, peers: Sequence[Peer], blocks: Blocks, tokens_per_second: float, pulls: Pulls
 ) -> tuple[Peer, float] | None:
-    """Return the peer whose blocks save the most time, and the seconds that the pull takes.
+    """Return the peer whose blocks save the most time, and the expected seconds of the pull.
 
-    None: it is sooner to compute all tokens than to pull some.
+    Return None if computing all tokens is faster than any pull.
 
     Args:
         own_tokens: prompt tokens that the worker itself has cached.

@@ -1,4 +1,4 @@
-"""Estimates the speed of each worker from the time that its work took."""
+"""Estimates the speed of each worker from the measured times of its work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Measured:
 
 
 class Rates:
-    """Rates in units per second by name, learned from pieces of work and the time that they took.
+    """Rates in units per second by name, learned from pieces of work and their measured times.
 
     Old measurements lose weight in favour of the fleet average, so a worker that was slow once is tried again
     and its rate stays current. There is no other exploration: nothing is random.
@@ -60,7 +60,7 @@ class Rates:
         return (weight + PRIOR_WEIGHT) / (weight * own.seconds / own.amount + PRIOR_WEIGHT / average)
 
     def add(self, name: str, amount: float, seconds: float, *, is_usual: bool = True) -> None:
-        """Record a piece of work and the seconds that it took.
+        """Record a piece of work and its duration in seconds.
 
         Args:
             is_usual: whether the work also counts in the fleet average.
