@@ -1,4 +1,4 @@
-"""Defines what a stack asks of whatever starts its workers: processes of this machine, or a Ray cluster."""
+"""Defines the interface through which a stack starts its workers, as local processes or in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESTART_SECONDS = 1.0
 
 T = TypeVar("T")
 Waitable = Connection | int
-"""What ``multiprocessing.connection.wait`` waits for."""
+"""An object that ``multiprocessing.connection.wait`` can wait for."""
 
 
 class LaunchError(RuntimeError):
@@ -30,14 +30,14 @@ class Started(NamedTuple):
 
 
 class NotStarted(NamedTuple):
-    """A process ended before it served, or could not be placed; unless it is stopped, it is tried again."""
+    """A process ended before it served, or could not be placed; unless it is stopped, it is started again."""
 
     name: str
     error: Exception
 
 
 class Stopped(NamedTuple):
-    """A process that was told to stop has ended."""
+    """A process has ended after a request to stop it."""
 
     name: str
 
@@ -62,29 +62,29 @@ class Launcher(Protocol):
         ...
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
-        """Begin to start workers, given by name; an event follows for each."""
+        """Begin to start workers, given by name; each causes an event later."""
         ...
 
     def stop(self, name: str) -> None:
-        """Tell a worker to finish its requests within its grace period and end; an event follows."""
+        """Ask a worker to finish its requests within its grace period and end; this causes an event later."""
         ...
 
     def waitables(self) -> list[Waitable]:
-        """Return what becomes ready when there are events."""
+        """Return the objects that become ready when there are events."""
         ...
 
     @property
     def seconds(self) -> float | None:
-        """Time after which there is something to do even if nothing becomes ready; None: nothing."""
+        """Seconds after which ``events`` has work even if nothing becomes ready; None: it has none."""
         ...
 
     def events(self) -> list[Event]:
-        """Do what is due and return what has happened since the last call, without waiting."""
+        """Do the work that is due, and return the events since the last call, without waiting."""
         ...
 
 
 class Mailbox(Generic[T]):
-    """Passes objects from other threads to the one that waits until ``waitable`` is ready."""
+    """Passes objects from other threads to the thread that waits until ``waitable`` is ready."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[T] = SimpleQueue()

@@ -19,7 +19,7 @@ from quire.services.worker.config import WorkerConfig
 LEAST = {"prefill": 0, "decode": 1}
 """Fewest workers of each role; decode workers generate the tokens, so there has to be one."""
 MOST = 256
-"""Most workers of a role, so that a slip of the finger does not start millions."""
+"""Most workers of a role, so that a typing error does not start millions."""
 MAX_CALLS = 16
 """Most calls that wait at the same time."""
 
@@ -39,7 +39,7 @@ class ScaleCall(NamedTuple):
                 self.response.set_exception(error)
 
     def end(self) -> None:
-        """End the wait, since the caller has left or the server stops."""
+        """End the wait, because the caller has disconnected or the server stops."""
         self.response.cancel()
 
 
@@ -47,8 +47,8 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
     """Serves ``ScaleWorkers`` to the routers of this stack, on the loopback, while the context is open.
 
     Attributes:
-        address: host:port; chosen at once, so that routers can be started with it.
-        calls: for the one thread that may use the launcher.
+        address: host:port; chosen immediately, so that routers can be started with it.
+        calls: the calls to serve, read by the only thread that may use the launcher.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
     def ScaleWorkers(
         self, request: pb.ScaleWorkersRequest, context: grpc.ServicerContext
     ) -> pb.ScaleWorkersResponse:
-        """Wait until the call has been answered, its caller has left or this server stops."""
+        """Wait until the call has been answered, its caller has disconnected or this server stops."""
         call = ScaleCall(dict(request.num_workers), Future())
         if context.add_callback(call.end):
             self.calls.put(call)
@@ -89,13 +89,13 @@ def scale(
     wait: Callable[[], Iterable[Event]],
     num_workers: Mapping[str, int],
 ) -> pb.ScaleWorkersResponse:
-    """Start and end workers; return which, once the new ones serve and the others have ended.
+    """Start and end workers; return their names once the new ones serve and the others have ended.
 
     Args:
         make: returns the configuration of a new worker by its name, such as decode-2.
         drain: makes routers send no new requests to a worker, and move its answers elsewhere.
         wait: waits for the next events of the launcher.
-        num_workers: how many workers there shall be of each role; other roles do not change.
+        num_workers: requested number of workers by role; other roles do not change.
 
     Raises:
         LaunchError: a number is not possible, or a worker did not start and has been stopped.
