@@ -2,7 +2,7 @@
 
 A process is started from scratch, or forked from multiprocessing's fork server, which has imported the large
 libraries that several processes need. The modules of the fork server must not start threads or import gRPC,
-which does not survive a fork. OpenBLAS may have threads, since it ends them before a fork.
+which does not survive a fork. OpenBLAS may have threads, because it ends them before a fork.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def fork_server(modules: Sequence[str]) -> Context:
         return FROM_SCRATCH
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
-    # The server keeps these signals blocked, so that one sent to the whole process group does not end it.
+    # The server keeps these signals blocked, so that a signal to the whole process group does not end it.
     with signals_held_back():
         forkserver.ensure_running()
     return context
@@ -148,8 +148,8 @@ def start_child(name: str, target: Target, argument: object, context: Context = 
 def signals_held_back() -> Iterator[None]:
     """Block the stop signals while a process starts, or for good in threads that are started meanwhile.
 
-    A signal then arrives only after the process is complete and recorded, and Ctrl-C only after the process
-    has its own group.
+    A signal then arrives only after the process has started and been recorded, and Ctrl-C only after the
+    process has its own group.
     """
     # Start the resource tracker first, because its start would unblock the signals.
     resource_tracker.ensure_running()
@@ -161,7 +161,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
-    # What the fork server has imported is never freed, so the garbage collector need not visit it.
+    # Objects that the fork server has imported are never freed, so the garbage collector need not visit them.
     gc.freeze()
     # Ctrl-C reaches all processes in the terminal's group, but the stack has to end its processes in order.
     os.setsid()
@@ -215,7 +215,7 @@ class ChildProcesses:
     """Processes of one kind; one that ends is started again after ``RESTART_SECONDS``, unless it was stopped.
 
     Args:
-        running: gets the processes; ``stopped_at_end`` has made it.
+        running: the dictionary from ``stopped_at_end``, to which the processes are added.
     """
 
     def __init__(self, running: dict[str, Child], target: Target, context: Context = FROM_SCRATCH) -> None:
@@ -244,13 +244,13 @@ class ChildProcesses:
         self._arguments[name] = argument
 
     def stop(self, name: str) -> None:
-        """Tell a process to end, and do not start it again."""
+        """Ask a process to end, and do not start it again."""
         self._stopping.add(name)
         self._due.pop(name, None)
         self.running[name].process.terminate()
 
     def waitables(self) -> list[Waitable]:
-        """Return what becomes ready when there are events."""
+        """Return the objects that become ready when there are events."""
         alive = [child for name, child in self.running.items() if name not in self._due]
         return [
             *(child.process.sentinel for child in alive),
@@ -263,7 +263,7 @@ class ChildProcesses:
         return max(0.0, min(self._due.values()) - time.monotonic()) if self._due else None
 
     def events(self) -> list[Event]:
-        """Start what is due again, and return what has happened since the last call."""
+        """Restart the processes that are due, and return the events since the last call."""
         for name in [name for name, at in self._due.items() if at <= time.monotonic()]:
             del self._due[name]
             self.running[name].pipe.close()

@@ -38,9 +38,9 @@ class LocalLauncher(Launcher):
     """Forks workers from a process that has imported their libraries, and divides the processors among them.
 
     Args:
-        running: gets the processes.
-        from_image: makes processes that have the workers' libraries.
-        folder: where the workers find each other's memory, unless their configuration names another.
+        running: the dictionary to which the processes are added.
+        from_image: makes processes in which the workers' libraries are already imported.
+        folder: contains the workers' shared memory, unless their configuration names another folder.
     """
 
     host = "127.0.0.1"
@@ -58,7 +58,7 @@ class LocalLauncher(Launcher):
         return self._processes.names
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
-        """Begin to start workers; each keeps to its processors."""
+        """Begin to start workers; each runs only on its assigned processors."""
         wait_for_imports(self._from_image)
         self._cpus = {name: cpus for name, cpus in self._cpus.items() if name in self.names}
         num_workers = len(self.names) + len(configs)
@@ -70,11 +70,11 @@ class LocalLauncher(Launcher):
             self._processes.start({name: placed})
 
     def stop(self, name: str) -> None:
-        """Tell a worker to finish its requests and end."""
+        """Ask a worker to finish its requests and end."""
         self._processes.stop(name)
 
     def waitables(self) -> list[Waitable]:
-        """Return what becomes ready when there are events."""
+        """Return the objects that become ready when there are events."""
         return self._processes.waitables()
 
     @property
@@ -83,16 +83,16 @@ class LocalLauncher(Launcher):
         return self._processes.seconds
 
     def events(self) -> list[Event]:
-        """Start workers again that have ended, and return what has happened."""
+        """Restart the workers that have ended, and return the events since the last call."""
         return self._processes.events()
 
 
 def share_of_processors(
     available: list[int], taken: list[tuple[int, ...]], num_workers: int
 ) -> tuple[int, ...]:
-    """Return the processors of the next of ``num_workers`` workers: those that the fewest others have.
+    """Return the processors for the next of ``num_workers`` workers: those that the fewest other workers use.
 
-    The first ``len(available) % num_workers`` workers get one more than the others, and each at least one.
+    The first ``len(available) % num_workers`` workers get one processor more, and each gets at least one.
     """
     users = Counter(cpu for cpus in taken for cpu in cpus)
     share, rest = divmod(len(available), num_workers)

@@ -70,7 +70,7 @@ class RedisProcess:
     On Linux the server ends when the thread that created it ends, so create it in a thread that lasts.
 
     Args:
-        port: port to listen on; 0 takes a free one.
+        port: port to listen on; 0: any free port.
         password: secret from which the users' passwords are derived; None: a random one.
         max_memory: limit on its data. Writes beyond it fail, because evicting entries would break prefixes
             apart.
@@ -87,7 +87,7 @@ class RedisProcess:
         self._password = password or secrets.token_hex(16)
         self._max_memory = max_memory
         executable = find_redis_server()
-        # Another process may take the free port before this server binds it.
+        # Another process may bind the free port before this server does.
         for attempts_left in reversed(range(1 if port else PORT_ATTEMPTS)):
             self.port = port or free_port(host)
             try:
@@ -149,12 +149,12 @@ class RedisProcess:
                 )
             undo.callback(self.stop)
             assert self._process.stdin is not None
-            # The settings go through standard input, so that no process list shows the password.
+            # Pass the settings through standard input, so that no process list shows the password.
             try:
                 with self._process.stdin as stdin:
                     stdin.write(self._settings().encode())
             except BrokenPipeError as error:
-                # Its log is complete only once it has ended.
+                # Wait for the process to end: only then is its log complete.
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_SECONDS)
                 raise self._not_started() from error
@@ -187,7 +187,7 @@ class RedisProcess:
                 try:
                     client.ping()
                     return
-                # Another process that has taken the port may not answer in Redis' protocol.
+                # Another process that has bound the port may not answer in Redis' protocol.
                 except (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse) as error:
                     if self._process.poll() is not None or time.monotonic() > deadline:
                         raise self._not_started() from error

@@ -1,4 +1,4 @@
-"""Runs several router processes on the same ports; the system spreads the connections over them."""
+"""Runs several router processes on the same ports; the kernel distributes the connections among them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_router_processes(config: RouterConfig) -> None:
     Raises:
         OSError: a port is taken.
         ServiceError: the settings do not let a router start.
-        SystemExit: a process could not start, or a second signal came.
+        SystemExit: a process could not start, or a second signal arrived.
     """
     configure_logging(config.log_level, process="routers")
     received = stop_on_signals()
@@ -64,7 +64,7 @@ def router_configs(config: RouterConfig) -> dict[str, RouterConfig]:
 
 
 def on_the_same_ports(config: RouterConfig, addresses: RouterAddresses) -> RouterConfig:
-    """Return the configuration with which a router that has chosen its ports is started again at them."""
+    """Return the configuration that restarts a router on the ports that it has chosen."""
     return replace(
         config,
         port=_port(addresses.grpc),
@@ -126,10 +126,10 @@ def run_router_process(argument: tuple[RouterConfig, str], report: Callable[[obj
 
 
 def _watch(routers: ChildProcesses) -> None:
-    """Start each process again that ends.
+    """Restart each process that ends.
 
     Raises:
-        ServiceError: a process could not start, and none has served before: no process can start.
+        ServiceError: a process could not start, and no process has served before.
         BadFileError: the same, because of a file.
         RuntimeError: the same, for another reason.
     """

@@ -110,7 +110,7 @@ class RunningStack:
         return Peer(channel, self.caller, worker.address, worker.epoch)
 
     def wait(self, *more: Waitable) -> list[Event]:
-        """Wait until something has happened or one of ``more`` is ready; start again what has ended."""
+        """Wait for events or until one of ``more`` is ready; restart processes that have ended."""
         times = [each for each in (self.router_processes.seconds, self.launcher.seconds) if each is not None]
         everything = [*self.router_processes.waitables(), *self.launcher.waitables(), *more]
         wait(everything, min(times, default=None))
@@ -126,7 +126,7 @@ class RunningStack:
             self.ready[name] = report
             return
         self.addresses[name] = report
-        # Clients find the router at the same address when it is started again.
+        # Restart the router at the same address, so that clients find it.
         again = on_the_same_ports(router_configs(self.config.router)[name], report)
         self.router_processes.start_again_with(name, (again, self.config.log_level))
 
@@ -144,7 +144,7 @@ def run(
         on_ready: called with the router's address once the stack can answer requests.
 
     Raises:
-        SystemExit: the stack could not start, or a second signal came.
+        SystemExit: the stack could not start, or a second signal arrived.
     """
     configure_logging(config.log_level, process="stack")
     console = Console(stderr=True)
@@ -179,7 +179,7 @@ def local_stack(
     """
     with ExitStack() as stack:
         show = partial(_show_drain, console)
-        # Redis is the first to start and the last to end; where it listens depends on where the workers run.
+        # Redis starts first and ends last; its address depends on where the workers run.
         redis = stack.enter_context(ExitStack())
         launcher = stack.enter_context(open_launcher(config, show))
         router_redis = worker_redis = config.redis_url
