@@ -26,7 +26,7 @@ CALL_MARGIN_SECONDS = 5.0
 
 _log = logging.getLogger("quire.grpc")
 _parents: WeakKeyDictionary[asyncio.Task[Any], ref[asyncio.Task[Any]]] = WeakKeyDictionary()
-"""For each call's task, the gRPC task that started it and holds the call open until its client leaves."""
+"""For each call's task, the gRPC task that started it and keeps the call until its client disconnects."""
 
 
 class CallLimits(OwnCalls):
@@ -34,8 +34,8 @@ class CallLimits(OwnCalls):
 
     While a message waits for its reader, gRPC cannot send a status. Therefore the handler is cancelled first,
     which frees its resources, and then the call, which resets its stream and frees the message. gRPC's server
-    keeps the newest call until the next one comes: a call that is dropped on an idle server is reset only
-    then.
+    keeps the newest call until the next one arrives, so a call that is dropped on an idle server is reset
+    only then.
 
     Streaming handlers must be async generators.
 
@@ -124,8 +124,8 @@ class CallLimits(OwnCalls):
 class _ReadTimer:
     """Drops a call whose client takes too long to read one of its messages.
 
-    Almost every message is read at once. So the loop's timer is not set and cancelled for each message, but
-    looks at its end whether the message that it was set for, or a later one, still waits.
+    Almost every message is read immediately. So the loop's timer is not set and cancelled for each message.
+    When it expires, it checks whether the message that it was set for, or a later one, still waits.
     """
 
     def __init__(self, drop: Callable[[], object]) -> None:
@@ -144,7 +144,7 @@ class _ReadTimer:
             self._timer = self._loop.call_at(until, self._look)
 
     def end(self) -> None:
-        """Wait no longer: the message was read, or it could not be sent."""
+        """Stop waiting, because the message was read or could not be sent."""
         self._until = None
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ def _in_task(seconds: float, drop: Callable[[], object]) -> None:
 
 
 def _cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel a call's task, and then the call, which gRPC would otherwise keep until the client leaves."""
+    """Cancel a call's task, then the call: gRPC would otherwise keep it until its client disconnects."""
     parent = found() if (found := _parents.get(task)) else None
     if parent is not None:
         task.add_done_callback(lambda _: parent.cancel())
@@ -182,8 +182,8 @@ def _cancel(task: asyncio.Task[Any]) -> None:
 def remember_parents() -> None:
     """Record, from now on, which task started each task that gRPC starts on the running loop.
 
-    gRPC has no function with which a server can cancel a call. However, the task that starts a call's own
-    task, and then waits for the client to leave, is the last one that holds the call.
+    gRPC has no function with which a server can cancel a call. However, one task starts a call's own task and
+    then waits for the client to disconnect. It is the last one that references the call.
     """
     loop = asyncio.get_running_loop()
     make: Any = loop.get_task_factory() or asyncio.Task

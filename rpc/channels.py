@@ -19,7 +19,7 @@ gRPC's default limit of 4 MiB."""
 
 PING_TIMEOUTS = [
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC also pings to measure bandwidth. This limit, a minute by default, holds while such a ping is out.
+    # gRPC also pings to measure bandwidth. This limit, a minute by default, applies to such a ping too.
     ("grpc.http2.ping_timeout_ms", 10_000),
 ]
 """Options that say how long to wait for the answer to a ping before the connection counts as broken."""
@@ -32,7 +32,7 @@ LOOK_SECONDS = 10.0
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # With these pings a vanished machine is noticed after 20 s; TCP gives up only after 15 min.
+    # With these pings a vanished machine is detected after 20 s; TCP gives up only after 15 min.
     ("grpc.keepalive_time_ms", 10_000),
     *PING_TIMEOUTS,
     # By default gRPC stops after two pings while no data flows, as happens during a long prefill.

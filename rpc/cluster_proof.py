@@ -1,6 +1,6 @@
 """Checks that workers and routers belong to the same cluster: they prove that they know the cluster secret.
 
-``quire.rpc.proof`` computes the proofs of calls. This module has the server's side of them, and the
+``quire.rpc.proof`` computes the proofs of calls. This module contains the server's side of them, and the
 check of a worker's description before a router sends it a prompt.
 """
 
@@ -30,7 +30,7 @@ from quire.rpc.proof import (
 
 MAX_NONCE_CHARS = 64
 WINDOW = 1 << 14
-"""Number of counts that are remembered per caller; a call whose count lags further behind is taken for a
+"""Number of counts that are remembered per caller; a call whose count lags further behind is treated as a
 replay."""
 MAX_CALLERS = 4096
 
@@ -53,7 +53,7 @@ def description_proof(secret: bytes, nonce: str, info: worker_pb2.GetWorkerInfoR
 
 @dataclass(frozen=True, slots=True)
 class ClusterTrust:
-    """A router's means to distinguish the cluster's workers from strangers."""
+    """Lets a router distinguish the cluster's workers from strangers."""
 
     secret: bytes = field(default=b"", repr=False)
     has_tls: bool = False
@@ -155,7 +155,7 @@ class SeenCounts:
         """Highest count by caller, and a bit mask of used counts: bit i stands for the highest count - i."""
 
     def add(self, caller: str, count: int) -> bool:
-        """Record a caller's count; return False if it was used before, or is too old to tell."""
+        """Record a caller's count; return False if it was used before, or is too old to know."""
         highest, bits = self._callers.get(caller, (0, 0))
         if count > highest:
             ahead = count - highest

@@ -112,7 +112,7 @@ class InvalidArgument(ServiceError):
         self.problem = problem
 
     def renamed(self, names: Mapping[str, str]) -> InvalidArgument:
-        """Return the error with its field renamed as ``names`` says; an index such as ``[3]`` stays."""
+        """Return the error with its field renamed by ``names``; an index such as ``[3]`` is kept."""
         name, bracket, index = self.field.partition("[")
         if name not in names:
             return self

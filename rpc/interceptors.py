@@ -1,4 +1,4 @@
-"""What the interceptors of quire's gRPC servers have in common."""
+"""Defines the common base of the interceptors of quire's gRPC servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARY_METHODS = "/grpc."
 class OwnCalls(grpc.aio.ServerInterceptor, ABC):  # type: ignore[type-arg]
     """An interceptor that changes the handlers of all services except gRPC's own.
 
-    Those write their answers in another way, need no key, and reveal nothing about requests.
+    gRPC's own services write their answers differently, need no key, and reveal nothing about requests.
     """
 
     async def intercept_service(

@@ -1,4 +1,4 @@
-"""Recognises loopback hosts, which other machines cannot reach, and says what the others need."""
+"""Recognises loopback hosts, which other machines cannot reach, and explains what other hosts require."""
 
 from __future__ import annotations
 

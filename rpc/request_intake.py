@@ -26,7 +26,7 @@ Memory = Callable[[], AbstractContextManager[AddBytes]]
 
 @contextmanager
 def unbounded() -> Iterator[AddBytes]:
-    """Count nothing: any number of bytes has room."""
+    """Count nothing, so that any number of bytes is accepted."""
     yield lambda num_bytes: None
 
 
@@ -37,8 +37,8 @@ class RequestIntake(OwnCalls):
     request would pile up. It answers bytes that are not a message with UNKNOWN, as if the server had a bug.
 
     On the wire, a call with a single request is a stream of one message. Handlers of single requests are
-    therefore replaced by handlers of streams, which read with a time limit. An interceptor further out turns
-    the errors into statuses.
+    therefore replaced by handlers of streams, which read with a time limit. An outer interceptor turns the
+    errors into statuses.
 
     Args:
         memory: counts the bytes of each call's messages until the call ends.

@@ -52,7 +52,7 @@ class Stop(NamedTuple):
     """Functions that a server calls while it stops after a signal.
 
     Attributes:
-        drain: returns when the running calls have ended; meanwhile the server still takes calls.
+        drain: returns when the running calls have ended; meanwhile the server still accepts calls.
         num_requests: returns the number of calls that the server waits for.
         tell: called with that number and the time left: at once, at each change, every ``TELL_SECONDS``, and
             when the time is over.
@@ -77,7 +77,7 @@ def server_options(
     """Return the gRPC options of a server.
 
     Args:
-        max_message_bytes: size of the largest message that it takes.
+        max_message_bytes: size of the largest message that it accepts.
         min_ping_seconds: interval at which a client may ping.
         shares_port: whether other processes may listen on the same port, and get a part of the connections.
     """
@@ -129,7 +129,7 @@ class GrpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def not_ready(self) -> None:
-        """Report NOT_SERVING to health checks; the server still takes calls.
+        """Report NOT_SERVING to health checks; the server still accepts calls.
 
         This is also the status before the first ``ready``, and while the server drains.
         """
@@ -138,7 +138,7 @@ class GrpcServer:
     async def stop(self, stop: Stop | None = None) -> None:
         """Report NOT_SERVING, refuse new calls, let running calls end within the grace, cancel the others.
 
-        ``stop.drain`` runs first, within the same grace, while the server still takes calls: some servers
+        ``stop.drain`` runs first, within the same grace, while the server still accepts calls: some servers
         need further calls before their running calls can end.
         """
         loop = asyncio.get_running_loop()
@@ -182,7 +182,7 @@ async def grpc_server(
     """Serve ``services`` until the context ends; health is NOT_SERVING until ``GrpcServer.ready`` is called.
 
     Args:
-        port: 0 takes a free port, found in ``GrpcServer.port``.
+        port: 0: any free port, which ``GrpcServer.port`` contains.
         credentials: None: connections are plain.
         interceptors: run before requests are read; the errors that they raise become statuses.
         read_seconds: see ``CallLimits``.
@@ -223,7 +223,7 @@ async def grpc_server(
 
 
 async def _drain(stop: Stop, deadline: float) -> None:
-    """Return when the drain has ended or its time is over; meanwhile report how many requests are left."""
+    """Return when the drain has ended or its time is over; meanwhile report how many requests remain."""
     loop = asyncio.get_running_loop()
     draining = asyncio.ensure_future(stop.drain())
     told = Draining(-1, 0.0)
@@ -257,7 +257,7 @@ def tell_log(waiting: Draining) -> None:
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM or SIGINT end the process at once, until ``serve_until_signal`` takes the signals over.
+    """Let SIGTERM or SIGINT end the process at once, until ``serve_until_signal`` handles the signals.
 
     A container's first process ignores signals without a handler, so it could not be stopped while it loads
     its model. A process in the background of a script ignores SIGINT unless it has a handler.
@@ -275,7 +275,7 @@ async def serve_until_signal(
         failure: resolves with an error that ends the server.
 
     Raises:
-        E: the result of ``failure``, which came before a signal; the server was stopped without a drain.
+        E: ``failure`` resolved before a signal arrived; the server was stopped without a drain.
     """
     loop = asyncio.get_running_loop()
     received: asyncio.Future[signal.Signals] = loop.create_future()

@@ -132,7 +132,7 @@ class _Renewal(Generic[T]):
                 renewed = self._read(self._files)
                 self._version = version
             except BadFileError as error:
-                # A file that cannot be opened now, for want of descriptors for example, is read again.
+                # A file that cannot be opened now, for example because descriptors ran out, is read again.
                 if not isinstance(error.__cause__, OSError):
                     self._version = version
                 _log.error("certificate_not_reloaded", extra={"fields": {"error": error}})
