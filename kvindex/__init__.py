@@ -1,1 +1,1 @@
-"""Who holds which prefix: the layout and hashes of blocks, the Redis index, membership."""
+"""Records which workers have cached which prefixes: block layout and hashes, Redis index, membership."""

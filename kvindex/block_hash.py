@@ -9,8 +9,8 @@
 
 Equal hashes thus mean equal tokens, equal prefix, equal model and layout, and equal scope. Fixed-width tokens
 and tagged, length-prefixed fields make the encoding injective. Without the secret, a reader of the index
-cannot test whether it holds a guessed prompt. The hash is cryptographic because collisions of a fast hash can
-be constructed, and one prompt would then get another prompt's blocks.
+cannot test whether it contains a guessed prompt. The hash is cryptographic because collisions of a fast hash
+can be constructed, and one prompt would then get another prompt's blocks.
 """
 
 from __future__ import annotations
@@ -97,6 +97,6 @@ def _encode(token_ids: Sequence[int]) -> bytes:
 
 
 def fingerprint(descriptor: bytes, secret: bytes) -> str:
-    """Return the hash of a test vector. Two processes agree on it exactly if they agree on all hashes."""
+    """Return the hash of a test vector; two processes compute the same one only if all their hashes agree."""
     root = root_hash(descriptor, secret, CacheScope("fingerprint"))
     return block_hash(root, range(16)).hex()

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class BreakerState(IntEnum):
-    """The state of a breaker: all attempts pass, one attempt is tried, or all are refused."""
+    """The state of a breaker: it passes all attempts, passes one trial, or refuses all."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -21,7 +21,7 @@ class CircuitBreaker:
     Args:
         max_failures: number of failures in a row that open the breaker.
         open_seconds: how long the breaker stays open.
-        clock: returns seconds that never go back.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """The state that the next attempt will find."""
+        """The state that applies to the next attempt."""
         if self._num_failures < self._max_failures:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._open_until else BreakerState.HALF_OPEN

@@ -13,15 +13,15 @@ from quire.kvindex.index import UNREACHABLE, Holding, PrefixIndex
 logger = logging.getLogger("quire.kvindex")
 
 BUDGET_SECONDS = 0.02
-"""Most time that Redis may take for a look-up."""
+"""Time limit for a look-up in Redis."""
 NUM_AT_ONCE = 8
 """Look-ups that may be in Redis at the same time; the others wait for their turn.
 
-Each uses a connection. Redis runs one look-up at a time, so more connections make none faster, and each costs
-five times as much to open as a look-up takes.
+Each uses a connection. Redis runs one look-up at a time, so more connections do not make look-ups faster, and
+opening a connection costs five times as much as a look-up.
 """
 TURN_SECONDS = 0.2
-"""Most time that a look-up waits for its turn; a thousand that Redis answers promptly take less."""
+"""Longest wait of a look-up for its turn; a thousand look-ups that Redis answers promptly need less."""
 
 
 class Fallback(StrEnum):

@@ -1,8 +1,8 @@
-"""The contract of a prefix index, which says as a hint which workers hold which prefixes.
+"""The contract of a prefix index, which gives hints about which workers have cached which prefixes.
 
 A worker publishes blocks under a lease, parents before children, and evicts children before parents. The
-published blocks are thus closed under prefixes, and one number says how much of a prompt the worker holds.
-Entries are valid while the lease lives under which they were published.
+published blocks are thus closed under prefixes, so one number describes how much of a prompt a worker has
+cached. An entry is valid while the lease lives under which it was published.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class PrefixIndex(Protocol):
     """The reading side of an index, which the router uses."""
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        """Return each live worker that holds the first block, and how far its blocks go.
+        """Return each live worker that has the first block, with its number of leading blocks.
 
         ::
 
             prompt      a   b   c   d
             worker 1    a   b       d       Holding(worker 1, 2): d is unreachable without c
             worker 2    a   b   c           Holding(worker 2, 3)
-            worker 3        b   c           none: it holds no first block
+            worker 3        b   c           none: it lacks the first block
         """
         ...
 

@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 class KvShape:
     """The shape of one block, ``[num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
-    A block has the keys and values of all layers for ``block_size`` tokens. 8-bit blocks
+    A block contains the keys and values of all layers for ``block_size`` tokens. 8-bit blocks
     (``quire.kernels.quantization``) end with their scales: one float32 for each combination of layer, K or V,
     and KV head.
 

@@ -52,7 +52,7 @@ class MemoryIndex:
         self._store = store
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        """Return each live worker that holds the first block, and how far its blocks go."""
+        """Return each live worker that has the first block, with its number of leading blocks."""
         holdings = []
         for worker_id in self._store.holders.get(block_hashes[0], ()) if block_hashes else ():
             lease = self._store.live(worker_id)

@@ -1,4 +1,4 @@
-"""The blocks that a worker holds, and the changes that are not in the index yet."""
+"""Tracks the blocks in a worker's pool, and the changes that are not in the index yet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PublishLedger:
     is therefore bounded by the pool and ``max_evictions``, and no change has to be dropped.
 
     Each dict has an order that keeps the index closed under prefixes. A pool stores parents first and removes
-    children first, and a block that is stored or removed again goes to the end of its dict. Taken from the
-    front, blocks to publish come after their parents, and blocks to evict come after their children.
+    children first, and a block that is stored or removed again moves to the end of its dict. Read from the
+    front, blocks to publish follow their parents, and blocks to evict follow their children.
 
     While the ledger does not follow (before the first ``restart``, after a ``stop``, after too many
-    evictions) it records only which blocks are held, because all entries in the index are about to be
+    evictions) it records only which blocks are in the pool, because all entries in the index are about to be
     replaced.
     """
 
@@ -46,7 +46,7 @@ class PublishLedger:
 
     @property
     def num_held(self) -> int:
-        """Number of blocks that the worker holds."""
+        """Number of blocks in the worker's pool."""
         return len(self._held)
 
     @property
@@ -63,7 +63,7 @@ class PublishLedger:
             return 0.0 if since is None else self._clock() - since
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> bool:
-        """Record consecutive blocks of a chain as held; return whether they are the first pending changes.
+        """Record consecutive blocks of a chain as stored; return whether they are the first pending changes.
 
         Without a parent they begin a chain.
         """
@@ -102,7 +102,7 @@ class PublishLedger:
             self._is_following = True
 
     def stop(self) -> None:
-        """Stop following, since it is unknown which entries the index has."""
+        """Stop following, because it is unknown which entries the index contains."""
         with self._lock:
             self._stop()
 
@@ -110,12 +110,12 @@ class PublishLedger:
         self._to_publish, self._to_evict, self._is_following = {}, {}, False
 
     def take_evictions(self, limit: int) -> list[bytes]:
-        """Take up to ``limit`` blocks to evict; from now on the index counts as not having them."""
+        """Remove and return up to ``limit`` blocks to evict, and record them as absent from the index."""
         with self._lock:
             return _take(self._to_evict, limit)
 
     def take_publications(self, limit: int) -> list[bytes]:
-        """Take up to ``limit`` blocks to publish; from now on the index counts as having them."""
+        """Remove and return up to ``limit`` blocks to publish, and record them as present in the index."""
         with self._lock:
             return _take(self._to_publish, limit)
 
@@ -129,7 +129,7 @@ class PublishLedger:
             self._to_publish = again | self._to_publish
 
     def leftovers(self) -> list[bytes]:
-        """Return all blocks of this worker that the index may have, children before parents."""
+        """Return all blocks of this worker that the index may contain, children before parents."""
         with self._lock:
             return [*self._to_evict, *reversed(self._held)]
 

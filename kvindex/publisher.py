@@ -18,7 +18,7 @@ FLUSH_SECONDS = 0.005
 """How long to collect blocks for one publish."""
 FLUSH_BLOCKS = 512
 MAX_BLOCKS_PER_SECOND = 50_000
-"""Limit for each worker, so that workers that publish everything again leave Redis time for look-ups."""
+"""Limit for each worker, so that Redis has time for look-ups while workers publish everything again."""
 
 REJOIN_JITTER_SECONDS = 2.0
 """Period over which workers that lost their leases together spread the start of publishing again."""
@@ -32,17 +32,17 @@ CLOSE_SECONDS = 2.0
 
 
 class BlockPublisher:
-    """Publishes the blocks that a pool stores and removes, in order, and holds the worker's lease.
+    """Publishes, in order, which blocks a pool stores and removes, and keeps the worker's lease alive.
 
     The engine's thread calls ``stored`` and ``removed``, which only record the change. One task on the event
     loop publishes the changes. When the index fails, loses its data or falls too far behind, the task joins
-    again with a new epoch and publishes all blocks that the worker holds, so the index recovers by itself.
+    again with a new epoch and publishes all blocks of the pool, so the index recovers by itself.
     The epoch is new even after a timeout: a command whose answer was lost may still be executed, after later
     commands on another connection, and the new epoch makes it have no effect.
 
     Args:
         lease: the worker's side of an index.
-        ledger: the blocks that are held, and the pending changes.
+        ledger: the blocks in the pool, and the pending changes.
         loop: the event loop that runs the task.
         beat_seconds: interval at which the lease is renewed.
         rejoin_jitter_seconds: most time between joining again and publishing again.
@@ -106,7 +106,7 @@ class BlockPublisher:
     async def close(self) -> None:
         """Leave the index, so that no router sends more work here, and then remove the blocks."""
         while self._task is not None and not self._task.done():
-            # Repeat until it ends: redis-py has been seen to take a cancellation for a broken connection.
+            # Repeat until it ends: redis-py may mistake a cancellation for a broken connection.
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CANCEL_SECONDS)
         with contextlib.suppress(*UNREACHABLE):  # This includes TimeoutError, which is an OSError.

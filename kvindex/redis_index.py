@@ -45,7 +45,7 @@ PUBLISH_BLOCKS = 512
 """Most blocks in one publish or evict call: about a millisecond of Redis time."""
 
 SWEEP_KEYS = 200
-"""Keys that one sweep visits: half a millisecond of Redis time. All workers sweep, so more are faster."""
+"""Keys that one sweep visits: half a millisecond of Redis time. All workers sweep, which shares the work."""
 
 EPOCH_BYTES = 4
 
@@ -68,7 +68,7 @@ def membership_client(url: str) -> Client:
 
 
 def publisher_client(url: str) -> Client:
-    """Return a client for publishing, which may take longer."""
+    """Return a client for publishing, with a longer time limit."""
     return _client(url, timeout=2.0)
 
 
@@ -110,7 +110,7 @@ class RedisIndex:
         self._members = _script(client, "members")
 
     async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        """Return each live worker that holds the first block, and how far its blocks go."""
+        """Return each live worker that has the first block, with its number of leading blocks."""
         found: dict[str, Holding] = {}
         for start in range(0, len(block_hashes), LOOK_UP_BLOCKS):
             for worker, depth in await self._look_up_part(block_hashes[start : start + LOOK_UP_BLOCKS]):

@@ -1,4 +1,4 @@
-"""The record of itself that a worker stores with its lease."""
+"""Defines the record that a worker stores with its lease to describe itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 logger = logging.getLogger("quire.kvindex")
 
 POLL_SECONDS = 1.0
-"""Interval at which a router reads which workers hold a lease."""
+"""Interval at which a router reads which workers have a lease."""
 
 ROLES = ("prefill", "decode")
 
@@ -27,7 +27,7 @@ class WorkerRecord:
         address: host:port of the worker's gRPC services.
         epoch: changes with each start of the process. The epoch of its index entries is a different one.
         fingerprint: see ``block_hash.fingerprint``.
-        is_draining: whether the worker finishes its requests and takes no new ones.
+        is_draining: whether the worker finishes its requests and accepts no new ones.
     """
 
     worker_id: str
