@@ -301,7 +301,7 @@ class Engine:
         return StepLogits(logits[:num_rows], logits[num_rows:])
 
     def _process(self, scheduled: list[ScheduledSequence], logits: StepLogits) -> list[SequenceUpdate]:
-        """Sample tokens, advance beam searches, and end what has ended or failed."""
+        """Sample tokens, advance beam searches, and end the sequences that have finished or failed."""
         results = self._results
         updates = results.record_computed_tokens(scheduled, logits.of_prompts)
         sampled = results.sample(logits.to_sample)

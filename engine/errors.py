@@ -21,7 +21,7 @@ class KvBudgetError(ValueError):
 
 
 class RequestFailedError(RuntimeError):
-    """One request cannot go on, because of what it asks for or what the model computed.
+    """One request cannot continue, because of its parameters or of the model's output.
 
     The message says why.
     """

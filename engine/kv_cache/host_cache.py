@@ -35,7 +35,7 @@ class HostCache(SwapSpace):
         return len(self._host_ids)
 
     def add_block(self, block_hash: bytes, host_id: int) -> None:
-        """Record that a host block holds a block."""
+        """Record that a host block contains a block."""
         self._host_ids[block_hash] = host_id
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The blocks that a worker holds in any tier, as a forest: a block is removed with its parent."""
+"""The blocks that a worker has in any tier, as a forest: a block is removed with its parent."""
 
 from __future__ import annotations
 

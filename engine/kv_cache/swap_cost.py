@@ -1,4 +1,4 @@
-"""Measures what it costs to give a preempted group its blocks back, by copying or by recomputing."""
+"""Measures the cost of restoring the blocks of a preempted group, by copying or by recomputing."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MAX_LOADING_SHARE = 0.5
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of what the tiers have done, in blocks. The keys are tiers, or reasons of disk errors."""
+    """Counts the operations of the tiers, in blocks. The keys are tiers, or reasons of disk errors."""
 
     hits: Counter[str] = field(default_factory=Counter)
     """Blocks that prompts did not have to compute, by the tier that had them."""
@@ -50,7 +50,7 @@ class Prefetch:
     """Blocks of one chain that are being read from disk into host memory.
 
     Attributes:
-        chain: hashes of the chain's blocks that any tier holds.
+        chain: hashes of the chain's blocks that are in any tier.
         num_left: blocks that have not arrived yet.
         on_done: called when the last block has arrived or failed.
     """
@@ -121,7 +121,7 @@ class CacheTiers:
     # --- called by the pool -------------------------------------------------------------------------------
 
     def on_block_sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
-        """Record a block that the pool holds from now on."""
+        """Record a block that the pool contains from now on."""
         if block_hash not in self._tree and not self._publish(block_hash, parent_hash):
             return  # its parent was dropped, so no prompt can find it
         self._pooled.add(block_hash)
@@ -150,7 +150,7 @@ class CacheTiers:
                 self._drop(each)
 
     def clear(self) -> int:
-        """Drop the blocks below the pool; return how many blocks no tier holds any more.
+        """Drop the blocks below the pool; return how many blocks are no longer in any tier.
 
         Call this only between steps.
         """

@@ -247,7 +247,7 @@ def _chunks(
 
     Args:
         chunks: the chunks.
-        shifts: what to add to the indices of each chunk's tokens to get their positions.
+        shifts: difference between the positions and the indices of each chunk's tokens.
     """
     device = chunks[0][1].device
     tables = torch.zeros((len(chunks), max(len(table) for _, _, table in chunks)), dtype=torch.int32)

@@ -127,7 +127,7 @@ class Collectives:
     """The collectives of one rank. One thread calls them.
 
     Attributes:
-        memory: what the ranks share.
+        memory: the memory that the ranks share.
         rank: this rank.
         num_rounds: rounds that this rank has reached.
         failure: why the ranks have failed, if this process knows it.

@@ -52,7 +52,7 @@ class CompiledStep:
     """Runs any step of one model over one memory.
 
     Args:
-        recipe: what the model computes.
+        recipe: description of the model's computation.
         heads: how it calls attention.
         memory: its KV blocks.
         vocab_size: number of logits.

@@ -25,7 +25,7 @@ class OwnMaskError(Exception):
 class MaskObserver:
     """A mask implementation for transformers' mask interface that records the mask functions.
 
-    Each mask that it returns holds one number, which identifies the mask function.
+    Each mask that it returns contains one number, which identifies the mask function.
     """
 
     def __init__(self) -> None:

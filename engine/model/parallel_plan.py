@@ -180,7 +180,7 @@ def _is_alike(path: str, module: torch.nn.Module, styles: dict[str, str], head_d
 
 
 def _has_tensors(module: torch.nn.Module) -> bool:
-    """Return whether a module has parameters or buffers of its own."""
+    """Return whether a module itself has parameters or buffers."""
     return bool(module._parameters) or bool(module._buffers)
 
 

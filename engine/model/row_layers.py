@@ -42,7 +42,7 @@ _KERNELS = {
     "ReLU": Activation.RELU,
     "ReLUSquaredActivation": Activation.RELU_SQUARED,
 }
-"""The kernel that computes what a module of a class computes."""
+"""The kernel that replaces the modules of a class."""
 _FUNCTIONS = {
     torch.tanh: Activation.TANH,
     torch.Tensor.tanh: Activation.TANH,
@@ -182,7 +182,7 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
 
 
 def _row_norm(module: torch.nn.Module) -> RowNorm | None:
-    """Return a kernel's norm that computes what a module computes; None if there is none."""
+    """Return the kernel's norm that is equivalent to a module; None if there is none."""
     weight = getattr(module, "weight", None)
     if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
         length = module.normalized_shape[0]

@@ -1,4 +1,4 @@
-"""Reads from a model's modules what it computes, so that a program can compute it without them.
+"""Reads the computation of a model from its modules, so that a program can run it without them.
 
 A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
 and adds the results of attention and of the MLP to the residual stream. Every module that has weights must
@@ -82,7 +82,7 @@ class StepRecipe:
         embedding: ``[vocab_size, hidden_size]``, or the packed output layer's weight.
         position_embedding: ``[num_positions + position_offset, hidden_size]``; None if there is none.
         rotations: the different rotations of the layers.
-        residual_scale: factor of what a layer adds to the residual stream.
+        residual_scale: factor of each layer's contribution to the residual stream.
         final_norm: None if there is none.
         finish: function of the logits, such as a soft cap.
     """
@@ -125,7 +125,7 @@ def _read(reader: _Reader, model: PreTrainedModel) -> StepRecipe:
 
 
 class _Reader:
-    """Takes modules out of a model one by one, so that those left over are known at the end."""
+    """Removes modules from a model one by one, so that the remaining ones are known at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

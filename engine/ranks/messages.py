@@ -1,4 +1,4 @@
-"""How rank 0 tells the other ranks what to run: a header through a pipe, and tensors in shared memory.
+"""How rank 0 sends steps to the other ranks: a header through a pipe, and tensors in shared memory.
 
 The tensors of a message lie in shared memory until all ranks have met after it.
 """

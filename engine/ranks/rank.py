@@ -51,7 +51,7 @@ def _end_with_rank_0(life: int) -> None:
 
 
 def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
-    """Do what the messages of rank 0 ask for, until the pipe closes."""
+    """Execute the messages of rank 0 until the pipe closes."""
     runner: ModelRunner | None = None
     while data := os.read(settings.control, HEADER_BYTES):
         header = Header.of(data)

@@ -77,7 +77,7 @@ class RankWatch:
 
     Args:
         processes: the processes of the ranks from 1.
-        memory: what the ranks share.
+        memory: the memory that the ranks share.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], memory: SharedMemory) -> None:

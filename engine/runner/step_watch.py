@@ -74,7 +74,7 @@ class StepWatch:
         self._is_working = True
 
     def plan(self, kind: StepKind) -> None:
-        """Record what the present step computes."""
+        """Record the work of the present step."""
         self._kind = kind
         longest = self._longest_by_kind.get(kind)
         if longest is None:

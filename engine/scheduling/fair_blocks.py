@@ -39,7 +39,7 @@ class FairBlocks:
         """Blocks of each client in the present step; empty while the order is only that of arrival."""
 
     def count_held_blocks(self) -> None:
-        """Count how many blocks each client holds, on which the order depends until the next count."""
+        """Count the blocks of each client; the order depends on these counts until the next call."""
         queues = self._queues
         self._num_held_by_client.clear()
         clients = {*queues.clients, *[group.client for group in queues.transfers]}

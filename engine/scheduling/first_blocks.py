@@ -106,7 +106,7 @@ class FirstBlocks:
         # If a sequence frees blocks before it has all of them, later steps must allocate the rest and may
         # find no room. Such a sequence takes nothing from host memory.
         is_whole = len(sequence.block_table) + num_blocks == self._tables.blocks_for(sequence.num_tokens)
-        # This comes before the allocation, whose evictions may push these blocks out of host memory.
+        # Do this before the allocation, whose evictions may push these blocks out of host memory.
         host_ids = self._take_from_host(sequence, num_blocks, schedule) if is_whole else []
         hit = None if host_ids else self._pin_partial_hit(sequence, num_blocks)
         new_blocks = self._pool.allocate(num_blocks)

@@ -79,7 +79,7 @@ class GroupQueues:
         self.note_blocks(group)
 
     def note_blocks(self, group: SequenceGroup) -> None:
-        """Note whether a waiting group holds blocks; call this after it has got some."""
+        """Record whether a waiting group has blocks; call this after blocks were allocated to it."""
         if group.holds_blocks:
             self._with_blocks.add(group)
         else:
@@ -90,7 +90,7 @@ class GroupQueues:
         return sorted((group for group in self._with_blocks if group.holds_blocks), key=_arrival)
 
     def add_transfer(self, group: SequenceGroup, on_outcome: OnOutcome) -> None:
-        """Queue a group for the blocks that it lacks; ``on_outcome`` is told whether it gets them."""
+        """Queue a group for the blocks that it lacks; ``on_outcome`` is notified whether it gets them."""
         self._stamp_arrival(group)
         self.transfers[group] = on_outcome
 

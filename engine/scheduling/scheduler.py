@@ -99,7 +99,7 @@ class _Budget:
         return self.turns is not None and self.turns.get(group, 0) > 0
 
     def tokens_for(self, group: SequenceGroup) -> int:
-        """Return how many tokens are left for a group."""
+        """Return how many tokens the step may still compute for a group."""
         if self.num_by_client is None:
             return self.num_tokens
         return min(self.num_tokens, self.num_by_client.get(group.client, self.num_tokens))

@@ -111,7 +111,7 @@ class SequenceGroup:
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks that it holds; one that several of its sequences share counts once."""
+        """Number of its blocks; a block that several of its sequences share counts once."""
         first, *others = self.sequences
         if not others:
             return len(first.block_table) - first.num_dropped_blocks

@@ -57,7 +57,7 @@ class StepResults:
     def record_computed_tokens(
         self, scheduled: list[ScheduledSequence], prompt_logits: torch.Tensor | None
     ) -> list[SequenceUpdate]:
-        """Record what has been computed; return updates of the sequences that sample no token in this step.
+        """Record the computed tokens; return updates of the sequences that sample no token in this step.
 
         These are prompts that are not done yet, and prompts whose first token is sampled elsewhere.
         """

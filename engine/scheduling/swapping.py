@@ -81,7 +81,7 @@ class Swapping:
         return True
 
     def _computed_tables(self, group: SequenceGroup) -> list[list[int]]:
-        """Return the part of each sequence's block table that holds computed tokens."""
+        """Return the part of each sequence's block table that contains computed tokens."""
         return [s.block_table[: self._tables.blocks_for(s.num_computed_tokens)] for s in group.sequences]
 
 

@@ -197,7 +197,7 @@ class BlockTables:
     # --- freeing blocks -----------------------------------------------------------------------------------
 
     def free(self, sequence: Sequence) -> None:
-        """Give a sequence's blocks back to the pool, where full ones stay cached."""
+        """Return a sequence's blocks to the pool, where full ones remain cached."""
         self.pool.free(sequence.held_blocks)
         self.replace(sequence, [])
 

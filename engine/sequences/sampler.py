@@ -117,7 +117,7 @@ def _draw(sequence: Sequence) -> bytes:
 
 
 def _choose_with_torch(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    """Return what ``_choose_with_kernel`` does, on any device."""
+    """Return the same as ``_choose_with_kernel``, on any device."""
     token_ids = logits.argmax(dim=-1)
     is_good = _are_usable(logits.gather(1, token_ids[:, None])[:, 0])
     if logits is not raw:  # the rules may have hidden logits that are not finite
@@ -271,6 +271,6 @@ def rank_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> lis
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Return what to subtract from the logits of each row to get logprobs, float64 ``[num_rows, 1]``."""
+    """Return the log-sum-exp of each row; logits minus it are logprobs. float64 ``[num_rows, 1]``."""
     sums = kernels.log_sums(logits) if logits.is_cpu else torch.logsumexp(logits.double(), dim=-1)
     return sums[:, None]

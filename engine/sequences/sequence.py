@@ -94,7 +94,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_promoted_tokens: int = 0
-    """Cached tokens that came from the tiers below the pool; ``num_cached_tokens`` includes them."""
+    """Cached tokens from the tiers below the pool; ``num_cached_tokens`` includes them."""
     num_sealed_blocks: int = 0
     num_dropped_blocks: int = 0
     """Number of entries of the block table that are ``NO_BLOCK``."""

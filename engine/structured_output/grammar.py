@@ -53,7 +53,7 @@ class FormatFailedError(RequestFailedError):
 
     Attributes:
         field: the format's field as the client sent it.
-        problem: what went wrong, to follow the field's name in a message.
+        problem: description of the problem, which follows the field's name in a message.
     """
 
     def __init__(self, field: str, problem: str) -> None:

@@ -166,7 +166,7 @@ def _checked_heads(module: PreTrainedModel, config: PreTrainedConfig, num_positi
 def _kv_heads(
     heads: KvHeads, plan: ParallelPlan, collectives: Collectives | None
 ) -> tuple[int, range | None]:
-    """Return how many KV heads a block holds, and which of them are this rank's; None: all."""
+    """Return how many KV heads a block contains, and which of them belong to this rank; None: all."""
     if collectives is None or plan.attention is None:
         return heads.num_kv_heads, None
     own = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)

@@ -200,7 +200,7 @@ def _set_parameter(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> N
 
 
 def _set_sizes(model: PreTrainedModel, plan: ParallelPlan, rank: int, num_ranks: int) -> None:
-    """Tell each divided attention how many of its own queries share a key."""
+    """Set in each divided attention how many of its queries share a key."""
     if plan.attention is None:
         return
     heads = plan.attention.own(plan.attention.num_heads, rank, num_ranks)
