@@ -16,7 +16,7 @@ from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.rpc.errors import FailedPrecondition, NotFound, ServiceError, Unavailable
+from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, ServiceError, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
 from quire.services.router.workers.worker import Worker
@@ -116,6 +116,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise FailedPrecondition(error.details() or "", reason="NOT_SCALED") from error
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineExceeded("the change takes longer than the call may; it goes on") from error
             problem = f"`quire serve` is still starting or has ended: {error.details()}"
             raise Unavailable(problem, reason="NO_LAUNCHER") from error
         _log.info("workers_scaled", started=len(response.started), left=len(response.left))

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from quire.client import NotFound, Unavailable, Unsupported
+from quire.client import DeadlineExceeded, NotFound, Unavailable, Unsupported
 from quire.client.admin import AdminClient
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
@@ -66,12 +66,14 @@ async def test_the_admin_port_is_apart_from_the_public_one(pair: Any) -> None:
 
 
 class Launcher(pb_grpc.AdminServiceServicer):
-    """Says that it has started as many decode workers as it is asked for, but has room for three only."""
+    """Says that it has started two decode workers if asked to; three take too long, and four do not fit."""
 
     async def ScaleWorkers(self, request: pb.ScaleWorkersRequest, context: Any) -> pb.ScaleWorkersResponse:
         number = request.num_workers["decode"]
         if number > 3:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "decode-3 did not start: no memory")
+        if number > 2:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
         return pb.ScaleWorkersResponse(started=[f"decode-{index}" for index in range(number)])
 
 
@@ -87,6 +89,8 @@ async def test_scaling_is_passed_on_to_the_process_that_started_the_router(pair:
         with pytest.raises(Unsupported, match="decode-3 did not start: no memory") as refused:
             await asyncio.to_thread(admin.scale, {"decode": 4})
         assert refused.value.reason == "NOT_SCALED"
+        with pytest.raises(DeadlineExceeded, match="it goes on"):
+            await asyncio.to_thread(admin.scale, {"decode": 3})
         await launcher.stop(None)
         with pytest.raises(Unavailable, match="is still starting or has ended") as gone:
             await asyncio.to_thread(admin.scale, {"decode": 2})
