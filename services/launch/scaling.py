@@ -44,23 +44,30 @@ class ScaleCall(NamedTuple):
 
 
 class ScaleServer(pb_grpc.AdminServiceServicer):
-    """Serves ``ScaleWorkers`` to the routers of this stack, on the loopback, while the context is open.
+    """Serves ``ScaleWorkers`` to the routers of this stack, on the loopback, until the context ends.
+
+    Routers are started with the address, so the server runs before the context begins; until then it refuses
+    calls, since the stack is still starting.
 
     Attributes:
-        address: host:port; chosen immediately, so that routers can be started with it.
+        address: host:port.
         calls: the calls to serve, read by the only thread that may use the launcher.
     """
 
     def __init__(self) -> None:
         self.calls: Mailbox[ScaleCall] = Mailbox()
+        self._is_open = False
         self._server = grpc.server(ThreadPoolExecutor(MAX_CALLS, "scale"))
         pb_grpc.add_AdminServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
 
     def ScaleWorkers(
         self, request: pb.ScaleWorkersRequest, context: grpc.ServicerContext
     ) -> pb.ScaleWorkersResponse:
         """Wait until the call has been answered, its caller has disconnected or this server stops."""
+        if not self._is_open:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "it is still starting: try again")
         call = ScaleCall(dict(request.num_workers), Future())
         if context.add_callback(call.end):
             self.calls.put(call)
@@ -73,7 +80,7 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
         return pb.ScaleWorkersResponse()
 
     def __enter__(self) -> Self:
-        self._server.start()
+        self._is_open = True
         return self
 
     def __exit__(

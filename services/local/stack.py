@@ -149,7 +149,7 @@ def run(
     configure_logging(config.log_level, process="stack")
     console = Console(stderr=True)
     received = stop_on_signals()
-    with signals_held_back():  # as gRPC's threads then do for good
+    with signals_held_back():  # for good in the server's threads, which inherit it
         scaling = ScaleServer()
     config = replace(config, router=replace(config.router, launcher_address=scaling.address))
     try:

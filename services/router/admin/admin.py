@@ -118,7 +118,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 raise FailedPrecondition(error.details() or "", reason="NOT_SCALED") from error
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineExceeded("the change takes longer than the call may; it goes on") from error
-            problem = f"`quire serve` is still starting or has ended: {error.details()}"
+            problem = f"`quire serve` did not scale: {error.details()}"
             raise Unavailable(problem, reason="NO_LAUNCHER") from error
         _log.info("workers_scaled", started=len(response.started), left=len(response.left))
         return response

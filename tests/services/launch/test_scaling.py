@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from multiprocessing.connection import wait
@@ -14,6 +15,7 @@ from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.launch.launcher import Event, LaunchError, NotStarted, Started, Stopped, Waitable
 from quire.services.launch.scaling import MOST, ScaleCall, ScaleServer, scale
+from quire.services.local.child_processes import signals_held_back
 from quire.services.worker.config import WorkerConfig
 
 WAIT_SECONDS = 20.0
@@ -144,3 +146,30 @@ def test_calls_that_wait_when_the_server_stops_fail() -> None:
             waiting = AdminServiceStub(channel).ScaleWorkers.future(pb.ScaleWorkersRequest())
             next_call(server)
         assert waiting.exception(WAIT_SECONDS) is not None
+
+
+def test_calls_before_the_context_are_refused_at_once() -> None:
+    server = ScaleServer()
+    with grpc.insecure_channel(server.address) as channel:
+        stub = AdminServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match="still starting"):
+            stub.ScaleWorkers(pb.ScaleWorkersRequest(), timeout=WAIT_SECONDS)
+    with server:
+        pass  # stops it
+
+
+def test_its_threads_block_the_signals_that_were_held_back_at_its_start() -> None:
+    blocked = set[int]()
+
+    class Observed(ScaleServer):
+        def ScaleWorkers(
+            self, request: pb.ScaleWorkersRequest, context: grpc.ServicerContext
+        ) -> pb.ScaleWorkersResponse:
+            blocked.update(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+            return pb.ScaleWorkersResponse()
+
+    with signals_held_back():
+        server = Observed()
+    with server, grpc.insecure_channel(server.address) as channel:
+        AdminServiceStub(channel).ScaleWorkers(pb.ScaleWorkersRequest(), timeout=WAIT_SECONDS)
+    assert blocked >= {signal.SIGINT, signal.SIGTERM}

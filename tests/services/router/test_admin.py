@@ -92,7 +92,7 @@ async def test_scaling_is_passed_on_to_the_process_that_started_the_router(pair:
         with pytest.raises(DeadlineExceeded, match="it goes on"):
             await asyncio.to_thread(admin.scale, {"decode": 3})
         await launcher.stop(None)
-        with pytest.raises(Unavailable, match="is still starting or has ended") as gone:
+        with pytest.raises(Unavailable, match="`quire serve` did not scale") as gone:
             await asyncio.to_thread(admin.scale, {"decode": 2})
         assert gone.value.reason == "NO_LAUNCHER"
 
