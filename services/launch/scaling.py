@@ -21,7 +21,7 @@ LEAST = {"prefill": 0, "decode": 1}
 MOST = 256
 """Most workers of a role, so that a typing error does not start millions."""
 MAX_CALLS = 16
-"""Most calls that wait at the same time."""
+"""Most calls that wait at the same time; further ones are refused."""
 
 
 class ScaleCall(NamedTuple):
@@ -57,7 +57,8 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
     def __init__(self) -> None:
         self.calls: Mailbox[ScaleCall] = Mailbox()
         self._is_open = False
-        self._server = grpc.server(ThreadPoolExecutor(MAX_CALLS, "scale"))
+        pool = ThreadPoolExecutor(MAX_CALLS, "scale")
+        self._server = grpc.server(pool, maximum_concurrent_rpcs=MAX_CALLS)
         pb_grpc.add_AdminServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()

@@ -14,7 +14,7 @@ import pytest
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.services.launch.launcher import Event, LaunchError, NotStarted, Started, Stopped, Waitable
-from quire.services.launch.scaling import MOST, ScaleCall, ScaleServer, scale
+from quire.services.launch.scaling import MAX_CALLS, MOST, ScaleCall, ScaleServer, scale
 from quire.services.local.child_processes import signals_held_back
 from quire.services.worker.config import WorkerConfig
 
@@ -156,6 +156,17 @@ def test_calls_before_the_context_are_refused_at_once() -> None:
             stub.ScaleWorkers(pb.ScaleWorkersRequest(), timeout=WAIT_SECONDS)
     with server:
         pass  # stops it
+
+
+def test_more_calls_than_may_wait_are_refused_at_once() -> None:
+    with ScaleServer() as server, grpc.insecure_channel(server.address) as channel:
+        stub, request = AdminServiceStub(channel), pb.ScaleWorkersRequest()
+        waiting = []  # gRPC cancels calls that nobody refers to
+        for _ in range(MAX_CALLS):
+            waiting.append(stub.ScaleWorkers.future(request))
+            next_call(server)
+        with pytest.raises(grpc.RpcError, match="limit exceeded"):
+            stub.ScaleWorkers(request, timeout=WAIT_SECONDS)
 
 
 def test_its_threads_block_the_signals_that_were_held_back_at_its_start() -> None:
