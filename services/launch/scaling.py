@@ -13,6 +13,7 @@ import grpc
 
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
+from quire.rpc.errors import cannot_listen
 from quire.services.launch.launcher import Event, Launcher, LaunchError, Mailbox, NotStarted, Stopped
 from quire.services.worker.config import WorkerConfig
 
@@ -52,6 +53,9 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
     Attributes:
         address: host:port.
         calls: the calls to serve, read by the only thread that may use the launcher.
+
+    Raises:
+        OSError: no port can be bound.
     """
 
     def __init__(self) -> None:
@@ -60,7 +64,10 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
         pool = ThreadPoolExecutor(MAX_CALLS, "scale")
         self._server = grpc.server(pool, maximum_concurrent_rpcs=MAX_CALLS)
         pb_grpc.add_AdminServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        try:
+            self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        except RuntimeError as error:
+            raise cannot_listen("127.0.0.1", 0, None) from error
         self._server.start()
 
     def ScaleWorkers(

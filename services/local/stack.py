@@ -149,10 +149,10 @@ def run(
     configure_logging(config.log_level, process="stack")
     console = Console(stderr=True)
     received = stop_on_signals()
-    with signals_held_back():  # for good in the server's threads, which inherit it
-        scaling = ScaleServer()
-    config = replace(config, router=replace(config.router, launcher_address=scaling.address))
     try:
+        with signals_held_back():  # for good in the server's threads, which inherit it
+            scaling = ScaleServer()
+        config = replace(config, router=replace(config.router, launcher_address=scaling.address))
         with local_stack(config, console, open_launcher) as stack:
             _print_banner(console, config, stack)
             if on_ready is not None:

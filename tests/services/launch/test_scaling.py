@@ -184,3 +184,10 @@ def test_its_threads_block_the_signals_that_were_held_back_at_its_start() -> Non
     with server, grpc.insecure_channel(server.address) as channel:
         AdminServiceStub(channel).ScaleWorkers(pb.ScaleWorkersRequest(), timeout=WAIT_SECONDS)
     assert blocked >= {signal.SIGINT, signal.SIGTERM}
+
+
+def test_a_port_that_cannot_be_bound_is_a_system_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    grpc_server = Mock(**{"add_insecure_port.side_effect": RuntimeError("Failed to bind")})
+    monkeypatch.setattr(grpc, "server", Mock(return_value=grpc_server))
+    with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
+        ScaleServer()
