@@ -81,14 +81,14 @@ class StreamedDecode:
         if self._token_ids or self._others:
             return
         if self._error is not None:
-            self.fail(self._error)
+            self.end_early()
         elif not self._num_left and not self._end.done():
             self._end.set_result(None)
 
-    def fail(self, error: Exception) -> None:
-        """End the decode with an error now."""
+    def end_early(self) -> None:
+        """End the decode now: with its own error, or because its stream has ended."""
         if not self._end.done():
-            self._end.set_exception(error)
+            self._end.set_exception(self._error or _stream_ended())
 
     async def ended(self) -> None:
         """Return when all of the decode's sequences have ended and gRPC has accepted their outputs.
@@ -120,18 +120,17 @@ class OutputStream:
         self._wake = asyncio.Event()
 
     def add(self, channel: int, num_sequences: int, updates: Updates) -> StreamedDecode:
-        """Send the updates of a decode: those that wait, and all later ones.
+        """Send the updates of a decode, those that wait and all later ones, unless the stream has ended.
 
         Raises:
-            Aborted: the stream has ended.
             AlreadyExists: the channel is in use.
         """
-        if self._has_ended:
-            raise _stream_ended()
         if channel in self._decodes:
             raise AlreadyExists(f"channel {channel} of this stream of outputs is in use")
         decode = self._decodes[channel] = StreamedDecode(self, channel, num_sequences)
         updates.forward_to(decode.put)
+        if self._has_ended:
+            decode.end_early()
         return decode
 
     def drop(self, decode: StreamedDecode) -> None:
@@ -184,7 +183,7 @@ class OutputStream:
         self._has_ended = True
         self._wake.set()
         for decode in list(self._decodes.values()):
-            decode.fail(_stream_ended())
+            decode.end_early()
 
 
 class OutputStreams:

@@ -39,7 +39,7 @@ def update(*token_ids: int, index: int = 0, is_last: bool = False, is_scored: bo
     return SequenceUpdate(sequence, 0, tokens, status)
 
 
-def queue(*waiting: SequenceUpdate) -> Updates:
+def queue(*waiting: SequenceUpdate | Exception) -> Updates:
     updates = Updates()
     for each in waiting:
         updates.put(each)
@@ -204,11 +204,21 @@ async def test_a_stream_that_ends_ends_its_decodes() -> None:
             stream.add(1, 1, Updates())
     with pytest.raises(Aborted):
         streams.find("s")
-    with pytest.raises(Aborted):
-        stream.add(3, 1, Updates())
+    decodes.append(stream.add(3, 1, Updates()))
     for decode in decodes:
         with pytest.raises(Aborted):
             await asyncio.wait_for(decode.ended(), 20)
+
+
+async def test_a_failed_decode_keeps_its_error_when_its_stream_ends() -> None:
+    stream, updates = OutputStream(NEVER), queue(update(2))
+    decode = stream.add(1, 1, updates)
+    updates.put(EngineFailedError("CUDA error"))
+    stream.end()
+    late = stream.add(2, 1, queue(update(2), EngineFailedError("CUDA error")))
+    for each in (decode, late):
+        with pytest.raises(EngineFailedError):
+            await asyncio.wait_for(each.ended(), 20)
 
 
 async def test_a_worker_that_stops_ends_its_streams_and_opens_no_more() -> None:

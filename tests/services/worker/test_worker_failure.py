@@ -39,6 +39,11 @@ whole = ModelRunner.forward
 def fail(self, arguments):
     raise RuntimeError("out of memory")
 
+steps = iter([whole, whole])
+
+def fail_later(self, arguments):
+    return next(steps, fail)(self, arguments)
+
 def hang(self, arguments):
     time.sleep(3600)
 
@@ -82,7 +87,7 @@ def opened(address: str) -> Iterator[tuple[grpc.Channel, WorkerServiceStub]]:
 def running_worker(
     forward: str, grace_seconds: float = 30.0, max_step_seconds: float = 60.0
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker whose steps fail, hang or crawl from the first request on."""
+    """Run a worker whose steps fail, hang or crawl from the first request on, or fail after two steps."""
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, forward, str(grace_seconds), str(max_step_seconds)],
         stdout=subprocess.PIPE,
@@ -98,7 +103,11 @@ def running_worker(
 
 @pytest.mark.parametrize(
     ("defect", "details", "event"),
-    [("fail", "out of memory", "the engine failed and stops"), ("hang", "is stuck", "engine_stuck")],
+    [
+        ("fail", "out of memory", "the engine failed and stops"),
+        ("fail_later", "out of memory", "the engine failed and stops"),
+        ("hang", "is stuck", "engine_stuck"),
+    ],
 )
 def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) -> None:
     with running_worker(defect, max_step_seconds=1.0) as process:
