@@ -25,8 +25,8 @@ from quire.services.router.workers.answer_part import AnswerPart, part_of_tokens
 from quire.services.server.phases import Phase, RequestPhases
 
 CALL_END_SECONDS = 0.5
-"""Longest time that a request waits for one worker call to end after the other has ended: for P's summary of
-the push, or for the failure that caused an abort."""
+"""Longest time that a request waits for a worker call to end: for P's summary of the push, or for the failure
+that caused an abort or the end of a stream of outputs."""
 
 
 class Attempt:
@@ -101,18 +101,13 @@ class Attempt:
             yield parts
 
     async def cause(self, failure: WorkerCallFailed) -> WorkerCallFailed:
-        """Return the failure that caused ``failure``: a worker aborts its call when the other worker is gone.
-
-        Without another failure within ``CALL_END_SECONDS``, return ``failure`` itself.
-        """
-        if failure.code is not grpc.StatusCode.ABORTED:
-            return failure
+        """Return the failure that caused ``failure``, as far as it is known within ``CALL_END_SECONDS``."""
         with suppress(TimeoutError, AttemptMoved):
             async with asyncio.timeout(CALL_END_SECONDS):
-                while self._calls.num_running:
+                while failure.may_have_cause and self._calls.num_running:
                     event = await self._calls.next()
                     if event.error is not None and not _is_aborted(event.error):
-                        return WorkerCallFailed(event.worker, event.error)
+                        failure = WorkerCallFailed(event.worker, event.error)
         return failure
 
     async def _accepted(self) -> worker_pb2.Accepted:

@@ -72,6 +72,15 @@ class WorkerCallFailed(Exception):
         return self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
 
     @property
+    def may_have_cause(self) -> bool:
+        """Whether another failure, which may arrive later, may have caused it.
+
+        A worker aborts its call when the other worker is gone. A worker whose engine fails ends its stream of
+        outputs too, and gRPC may bring that before the error of its call.
+        """
+        return self.code is grpc.StatusCode.ABORTED or self.details == ENDED_BY_WORKER
+
+    @property
     def is_death(self) -> bool:
         """Whether the worker died while it served the request: its engine failed or it closed its connection.
 

@@ -53,11 +53,12 @@ def num_calls(cluster: Any, role: str) -> int:
 
 async def next_paused(cluster: Any) -> Any:
     """Return the worker that is the next to pause."""
-    waits = {asyncio.create_task(w.paused.wait()): w for w in cluster.workers.values() if not w.calls}
+    waits = {asyncio.create_task(w.paused.wait()): w for w in cluster.workers.values()}
     done, left = await asyncio.wait(waits, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
     for task in left:
         task.cancel()
     [paused] = done
+    waits[paused].paused.clear()
     return waits[paused]
 
 
@@ -92,15 +93,46 @@ async def test_a_broken_connection_is_a_death(five: Any) -> None:
     assert num_calls(five, "decode") == 2
 
 
-async def test_workers_that_end_their_streams_as_they_stop_accuse_no_request(five: Any) -> None:
+async def end_stream_and_call(worker: Any) -> None:
+    """End a worker's stream of outputs, and then the call that waits there, with the worker's fault."""
+    [(old, messages)] = worker.streams.items()
+    messages.put_nowait(None)
+    async with asyncio.timeout(SECONDS):
+        # The router opens a new stream once it has read the end of the old one.
+        while worker.streams.keys() <= {old}:
+            await asyncio.sleep(0.005)
+    worker.goes_on.set()
+
+
+async def test_an_engine_that_fails_after_some_tokens_is_a_death(
+    five: Any, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.services.router.execution.attempt.CALL_END_SECONDS", SECONDS)
+    stub = await five.start()
+    for worker in five.workers.values():
+        worker.pause_before_token = 2
+        worker.fault = fault(2, DEATH)
+    asking = asyncio.create_task(refusal(stub))
+    for _ in range(2):
+        await end_stream_and_call(await next_paused(five))
+    code, reason, _ = await asking
+    assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
+    assert num_calls(five, "decode") == 2
+
+
+async def test_workers_that_end_their_streams_as_they_stop_accuse_no_request(
+    five: Any, fault: Callable[..., Any]
+) -> None:
     stub = await five.start()
     for worker in five.workers.values():
         worker.pause_before_token = 0
+        worker.fault = fault(0)
     asking = asyncio.create_task(ask(stub))
     for _ in range(3):
-        for messages in (await next_paused(five)).streams.values():
-            messages.put_nowait(None)
-    (await next_paused(five)).goes_on.set()
+        await end_stream_and_call(await next_paused(five))
+    last = await next_paused(five)
+    last.fault = None
+    last.goes_on.set()
     assert list((await asking).choices[0].token_ids) == five.script.answer
 
 
