@@ -71,6 +71,12 @@ def test_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "short, round 0: quire 10 tokens/s" in capsys.readouterr().err
 
 
+def test_no_round_repeats_the_prompts_of_another() -> None:
+    side = Double()
+    peers.measure(WORKLOADS["prefill"], {"quire": side}, 320, 3)
+    assert len({tuple(requests.prompts[0]) for requests in side.received}) == 4
+
+
 def test_sides_are_compared_with_quire() -> None:
     rows, _ = peers.measure(WORKLOADS["decode"], {"quire": Double(), "vllm": Double()}, 320, 1)
     assert [row["ratio"] for row in rows] == [None, pytest.approx(1.0)]
