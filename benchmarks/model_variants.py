@@ -24,7 +24,7 @@ import torch
 
 from quire.benchmarks.harness.engines import as_sequence
 from quire.benchmarks.harness.options import OneOf
-from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.program import CannotRunError, Report, program
 from quire.benchmarks.harness.random_llamas import SIZES, random_llama
 from quire.benchmarks.harness.rounds import turns
 from quire.benchmarks.harness.tables import table
@@ -85,6 +85,8 @@ def main(options: Options) -> Report:
     pairs = product(options.weights, options.layouts)
     variants = [Variant(weights, *map(int, layout.split("x"))) for weights, layout in pairs]
     variants = [each for each in variants if each.num_ranks == 1 or not each.is_quantized]
+    if not variants:
+        raise CannotRunError("quantized weights are not divided among ranks: choose another type or layout")
     rows = measure(random_llama(options.model), variants, options.rounds)
     names = [name for name in rows[0] if name != "variant"]
     for row in rows:
