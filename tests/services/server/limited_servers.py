@@ -14,6 +14,7 @@ import resource
 import socket
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
@@ -61,6 +62,20 @@ def _fill() -> list[int]:
             return filled
 
 
+def _num_sockets() -> int:
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sum(link.startswith("socket:") for link in links)
+
+
+async def _until_clients_have_left(num_sockets: int) -> None:
+    """Wait until the servers have closed the connections of earlier clients, which would free descriptors."""
+    while _num_sockets() > num_sockets:
+        await asyncio.sleep(0.001)
+
+
 async def _turns() -> None:
     """Let the event loop turn 200 times, and the other threads run for 200 ms: one that spins is seen."""
     for _ in range(200):
@@ -84,10 +99,12 @@ async def main(folder: Path) -> None:
             "metrics": f"127.0.0.1:{running.metrics_port}",
             "pool": str(socket_path(folder, EPOCH)),
         }
+        num_sockets = _num_sockets()
         print(json.dumps(places), flush=True)
         filled: list[int] = []
         while line := (await lines.readline()).decode().strip():
             if line == "fill":
+                await _until_clients_have_left(num_sockets)
                 filled = _fill()
             elif line == "free":
                 while filled:
