@@ -13,11 +13,11 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.http.openai import requests, responses
-from quire.services.router.http.openai.answers import answering
+from quire.services.router.http.openai import answer_bodies, requests
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.completions import CompletionWriter
 from quire.services.router.http.openai.model_routes import ModelRoutes
+from quire.services.router.http.shared.answers import answering
 from quire.services.router.http.shared.bodies import json_response
 
 
@@ -48,8 +48,8 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             answering(servicer, turn, requests.CompletionRequest, CompletionWriter),
             "Continue texts",
             requests.CompletionRequest,
-            responses.Completion,
-            responses.Completion,
+            answer_bodies.Completion,
+            answer_bodies.Completion,
         ),
         Route(
             "POST",
@@ -57,18 +57,18 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             answering(servicer, turn, requests.ChatCompletionRequest, ChatWriter),
             "Answer a conversation",
             requests.ChatCompletionRequest,
-            responses.ChatCompletion,
-            responses.ChatCompletionChunk,
+            answer_bodies.ChatCompletion,
+            answer_bodies.ChatCompletionChunk,
         ),
-        Route("GET", "/v1/models", model.models, "List the served model", answer=responses.ModelList),
-        Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=responses.Model),
+        Route("GET", "/v1/models", model.models, "List the served model", answer=answer_bodies.ModelList),
+        Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=answer_bodies.Model),
         Route(
             "POST",
             "/tokenize",
             model.tokenize,
             "Text or conversation to token ids",
             requests.TokenizeRequest,
-            responses.Tokens,
+            answer_bodies.Tokens,
         ),
         Route(
             "POST",
@@ -76,26 +76,31 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             model.detokenize,
             "Token ids to text",
             requests.DetokenizeRequest,
-            responses.Text,
+            answer_bodies.Text,
         ),
         Route(
             "GET",
             "/tokenizer_info",
             model.tokenizer_info,
             "Special tokens and chat template",
-            answer=responses.TokenizerInfo,
+            answer=answer_bodies.TokenizerInfo,
         ),
-        Route("GET", "/version", _version, "The server's version", answer=responses.Version),
-        Route("GET", "/health", _health, "Whether it lives", answer=responses.Status, is_open=True),
+        Route("GET", "/version", _version, "The server's version", answer=answer_bodies.Version),
+        Route("GET", "/health", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
         Route(
-            "GET", "/ready", _ready(servicer), "Whether it can answer", answer=responses.Status, is_open=True
+            "GET",
+            "/ready",
+            _ready(servicer),
+            "Whether it can answer",
+            answer=answer_bodies.Status,
+            is_open=True,
         ),
         Route("GET", "/metrics", _metrics(registry), "Prometheus metrics"),
     ]
 
 
 async def _health(request: web.Request) -> web.Response:
-    return json_response(responses.Status(status="ok"))
+    return json_response(answer_bodies.Status(status="ok"))
 
 
 async def _version(request: web.Request) -> web.Response:
@@ -104,13 +109,13 @@ async def _version(request: web.Request) -> web.Response:
     except metadata.PackageNotFoundError:
         # The package is not installed but run from its sources; build tools write this version then.
         installed = "0+unknown"
-    return json_response(responses.Version(version=installed))
+    return json_response(answer_bodies.Version(version=installed))
 
 
 def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def ready(request: web.Request) -> web.Response:
         servicer.check_ready()
-        return json_response(responses.Status(status="ok"))
+        return json_response(answer_bodies.Status(status="ok"))
 
     return ready
 

@@ -225,5 +225,5 @@ class Status(BaseModel):
 
 def finish_name(reason: Any) -> FinishReason | None:
     """Return OpenAI's name for a finish reason of ``quire.v1``; None if the answer has not finished."""
-    names: dict[int, FinishReason] = {1: "stop", 2: "length"}
+    names: dict[int, FinishReason] = {1: "stop", 2: "length", 3: "tool_calls"}
     return names.get(reason)

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.services.requests.served_model import ServedModel
-from quire.services.router.http.openai.answers import AnswerWriter
-from quire.services.router.http.openai.conversation import conversation
-from quire.services.router.http.openai.logprobs import chat_logprobs, prompt_logprobs
-from quire.services.router.http.openai.requests import ChatCompletionRequest
-from quire.services.router.http.openai.responses import (
+from quire.services.router.http.openai.answer_bodies import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
@@ -23,6 +19,10 @@ from quire.services.router.http.openai.responses import (
     Usage,
     finish_name,
 )
+from quire.services.router.http.openai.answers import OpenAIWriter
+from quire.services.router.http.openai.conversation import conversation
+from quire.services.router.http.openai.logprobs import chat_logprobs, prompt_logprobs
+from quire.services.router.http.openai.requests import ChatCompletionRequest
 from quire.services.router.http.openai.sampling_fields import (
     answer_format,
     sampling_params,
@@ -32,7 +32,7 @@ from quire.services.router.http.openai.sampling_fields import (
 from quire.services.router.http.openai.tools import CallReader, ToolUse
 
 
-class ChatWriter(AnswerWriter[ChatCompletionRequest, ChatCompletionChunk]):
+class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
     """A request to ``/v1/chat/completions``."""
 
     def __init__(

@@ -10,10 +10,10 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import MAX_REQUEST_ID_CHARS
-from quire.services.router.http.openai.answers import AnswerWriter
+from quire.services.router.http.openai.answer_bodies import Completion, CompletionChoice, Usage, finish_name
+from quire.services.router.http.openai.answers import OpenAIWriter
 from quire.services.router.http.openai.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from quire.services.router.http.openai.requests import CompletionRequest
-from quire.services.router.http.openai.responses import Completion, CompletionChoice, Usage, finish_name
 from quire.services.router.http.openai.sampling_fields import (
     answer_format,
     sampling_params,
@@ -35,7 +35,7 @@ class _Prompt(NamedTuple):
     text_offsets: list[int]
 
 
-class CompletionWriter(AnswerWriter[CompletionRequest, Completion]):
+class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
     """A request to ``/v1/completions``."""
 
     def __init__(self, body: CompletionRequest, model: ServedModel, name: str, turn: asyncio.Lock) -> None:

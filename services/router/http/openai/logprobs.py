@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.openai.responses import (
+from quire.services.router.http.openai.answer_bodies import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

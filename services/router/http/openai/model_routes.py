@@ -14,10 +14,10 @@ from quire.services.requests.prompts import check_detokenized, encode_chat, enco
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import check_model
 from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.openai.answer_bodies import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.openai.conversation import conversation
 from quire.services.router.http.openai.logprobs import TokenNames
 from quire.services.router.http.openai.requests import DetokenizeRequest, TokenizeRequest
-from quire.services.router.http.openai.responses import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.openai.tools import ToolUse
 from quire.services.router.http.shared.bodies import TENANT, json_response, read_body
 

@@ -7,14 +7,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import ConfigDict, Field
 
 from quire.sampling.params import ResponseOptions
-from quire.services.router.http.openai.sampling_fields import (
-    Body,
-    GenerationFields,
-    Ignored,
-    LogprobCount,
-    TokenId,
-    limits,
-)
+from quire.services.router.http.openai.sampling_fields import GenerationFields
+from quire.services.router.http.shared.fields import Body, Ignored, LogprobCount, TokenId, limits
 
 MAX_PROMPTS = 256
 """Maximum number of prompts in a request. Each prompt counts as a request of its own, and begins when the

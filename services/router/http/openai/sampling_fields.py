@@ -6,54 +6,24 @@ import json
 from typing import Annotated, Any, Literal
 
 from google.protobuf.message import Message
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import format_to_proto
 from quire.sampling.output_format import choice_format
-from quire.sampling.parameter import table
-from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
-from quire.services.requests.validation import MAX_STOP_STRING_CHARS
-
-
-def limits(name: str, kind: type = SamplingParams) -> Any:
-    """Return the constraints that the table of parameters has for a number or a list."""
-    parameter = table(kind)[name].parameter
-    if parameter.range is None:
-        return Field(max_length=parameter.max_items)
-    low, high = parameter.range.low, parameter.range.high
-    return Field(gt=low, le=high) if parameter.range.excludes_low else Field(ge=low, le=high)
-
-
-TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-# The keys of a JSON object are always strings, so numbers have to be parsed.
-TokenIdKey = Annotated[int, Field(ge=0, lt=1 << 32, strict=False)]
-TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-LogprobCount = Annotated[int, limits("logprobs", ResponseOptions)]
-Ignored = Annotated[Any, Field(description="Accepted, and without effect.")]
-
-
-def _allow_nulls(schema: dict[str, Any]) -> None:
-    if schema.get("additionalProperties") is False:
-        schema["additionalProperties"] = {"type": "null"}
-
-
-class Body(BaseModel):
-    """A JSON object without unknown members; a null counts as an absent member."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_nulls
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        """Return the object without its nulls, so that a null is allowed even for an unknown member."""
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
+from quire.sampling.params import BeamParams, ResponseOptions
+from quire.services.router.http.shared.fields import (
+    AnswerFields,
+    Body,
+    Ignored,
+    LogprobCount,
+    StopString,
+    TokenCount,
+    TokenId,
+    TokenIdKey,
+    limits,
+)
 
 
 class StreamOptions(Body):
@@ -107,7 +77,7 @@ class StructuredOutputs(Body):
     choice: Annotated[list[str], Field(min_length=1)] | None = None
 
 
-class GenerationFields(Body):
+class GenerationFields(AnswerFields):
     """The fields that both completions and chat completions take."""
 
     model: str | None = None
@@ -120,7 +90,6 @@ class GenerationFields(Body):
     presence_penalty: Annotated[float, limits("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, limits("frequency_penalty")] | None = None
     logit_bias: dict[TokenIdKey, Annotated[float, limits("logit_bias")]] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
@@ -145,7 +114,6 @@ class GenerationFields(Body):
     )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Write tokens as token_id:N.")
-    request_id: str | None = Field(None, description="For logs; instead of the header X-Request-Id.")
 
     # quire's own.
     typical_p: Annotated[float, limits("typical_p")] | None = None

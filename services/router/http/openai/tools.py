@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, quoted
+from quire.services.router.http.openai.answer_bodies import FunctionCall, ToolCall
 from quire.services.router.http.openai.requests import CalledTool, ChatCompletionRequest, NamedTool, Tool
-from quire.services.router.http.openai.responses import FunctionCall, ToolCall
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.stop_strings import StopMatcher
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.openai.responses import PromptTokensDetails, Usage
+from quire.services.router.http.openai.answer_bodies import PromptTokensDetails, Usage
 
 
 class UsageCount:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_raised
 from quire.rpc.errors import Internal, InvalidArgument, ServiceError
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.http.shared.errors import from_service_error
+from quire.services.router.http.shared.errors import HttpError, from_service_error
 from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
 from quire.services.router.outputs.answer_size import PromptLogprobs
 from quire.services.router.outputs.merge import merged
@@ -29,8 +29,13 @@ _HEADERS = {
     # Otherwise nginx would buffer the events.
     "X-Accel-Buffering": "no",
 }
-_DONE = b"data: [DONE]\n\n"
 _log = get_logger("http")
+
+
+class TypedEvent(BaseModel):
+    """An event whose type is also its name on the ``event:`` line."""
+
+    type: str
 
 
 class Tagged(NamedTuple):
@@ -84,11 +89,16 @@ async def _tagged(
             raise error.renamed(names) from error
 
 
-async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, None]) -> web.StreamResponse:
-    """Send each event as soon as it arrives, and ``[DONE]`` at the end.
+async def send_events(
+    request: web.Request,
+    events: AsyncGenerator[BaseModel, None],
+    failed: Callable[[HttpError], BaseModel],
+    end_of_stream: bytes,
+) -> web.StreamResponse:
+    """Send each event as soon as it arrives, and ``end_of_stream`` after the last one.
 
     An error before anything has been sent is raised, so that the response gets its status. A later error is
-    sent as the last event.
+    sent as the last event, which ``failed`` returns.
     """
     response = web.StreamResponse(headers=_HEADERS)
     async with aclosing(events):
@@ -99,7 +109,8 @@ async def send_events(request: web.Request, events: AsyncGenerator[BaseModel, No
                 first.result()
             await response.prepare(request)
             async with _kept_alive(response):
-                await _send(response, first, events)
+                if await _send(response, first, events, failed):
+                    await response.write(end_of_stream)
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
@@ -111,7 +122,9 @@ async def _send(
     response: web.StreamResponse,
     first: asyncio.Task[BaseModel | None],
     events: AsyncGenerator[BaseModel, None],
-) -> None:
+    failed: Callable[[HttpError], BaseModel],
+) -> bool:
+    """Send the events; return whether the answer is complete."""
     try:
         with end_raised():
             event = await first
@@ -120,16 +133,23 @@ async def _send(
                     encoded = await asyncio.to_thread(to_json_in_steps, event)
                 else:
                     encoded = to_json(event)
-                await response.write(b"data: " + encoded + b"\n\n")
+                await response.write(_framed(event, encoded))
                 event = await _next(events)
-            await response.write(_DONE)
     except ConnectionError:
         raise
     except Exception as error:
         if not isinstance(error, ServiceError):
             _log.exception("stream_failed")
             error = Internal("internal error; the server's log has the details")
-        await response.write(b"data: " + to_json(from_service_error(error).body) + b"\n\n")
+        event = failed(from_service_error(error))
+        await response.write(_framed(event, to_json(event)))
+        return False
+    return True
+
+
+def _framed(event: BaseModel, encoded: bytes) -> bytes:
+    name = b"event: " + event.type.encode() + b"\n" if isinstance(event, TypedEvent) else b""
+    return name + b"data: " + encoded + b"\n\n"
 
 
 async def _next(events: AsyncGenerator[BaseModel, None]) -> BaseModel | None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.openai.responses import AnswerMessage, ChatDelta, Usage, finish_name
+from quire.services.router.http.openai.answer_bodies import AnswerMessage, ChatDelta, Usage, finish_name
 from quire.services.router.http.shared.json_text import to_json
 
 
@@ -27,6 +27,10 @@ def test_text_is_utf_8_and_one_line() -> None:
 
 @pytest.mark.parametrize("reason", pb.FinishReason.values())
 def test_every_finish_reason_has_openais_name(reason: pb.FinishReason) -> None:
-    names = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+    names = {
+        pb.FINISH_REASON_STOP: "stop",
+        pb.FINISH_REASON_LENGTH: "length",
+        pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    }
     assert finish_name(reason) == names.get(reason)
     assert (finish_name(reason) is None) == (reason == pb.FINISH_REASON_UNSPECIFIED)

@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
 from quire.rpc.errors import InvalidArgument
 from quire.services.router.config import HttpTimes
+from quire.services.router.http.openai.answer_bodies import Usage
 from quire.services.router.http.openai.requests import TokenizeRequest
-from quire.services.router.http.openai.responses import Usage
 from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
     INLINE_BODY_BYTES,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.services.router.http.openai import requests
-from quire.services.router.http.openai.sampling_fields import Body
+from quire.services.router.http.shared.fields import Body
 
 DOCS = Path(__file__).parents[4] / "docs" / "openai.md"
 

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.openai.logprobs import (
-    LEAST_LOGPROB,
-    TokenNames,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs,
-)
-from quire.services.router.http.openai.responses import (
+from quire.services.router.http.openai.answer_bodies import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
     Completion,
     CompletionChoice,
     Usage,
+)
+from quire.services.router.http.openai.logprobs import (
+    LEAST_LOGPROB,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
 )
 from quire.services.router.http.shared.json_text import SLICE_MEMBERS, is_large, to_json, to_json_in_steps
 from quire.tokenization.tokenizer import Tokenizer

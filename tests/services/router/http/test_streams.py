@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.http.openai.responses import Text
+from quire.services.router.http.openai.answer_bodies import Text
 from quire.services.router.http.shared import streams
 from quire.services.router.http.shared.streams import Tagged, run, send_events
 from quire.services.router.tenants.api_keys import Tenant
@@ -31,7 +31,7 @@ async def answering(events: Callable[[], Events]) -> AsyncIterator[ClientRespons
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            return await send_events(request, events())
+            return await send_events(request, events(), lambda error: error.body, b"data: [DONE]\n\n")
         except Unavailable as error:
             return web.Response(status=503, text=str(error))
 

@@ -1,0 +1,92 @@
+"""Answers a request of any API, as one body or as events."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import ClassVar, Generic, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from quire.protos import inference_pb2 as pb
+from quire.services.requests.served_model import ServedModel
+from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.shared.bodies import TENANT, read_body, request_id, response_in_thread
+from quire.services.router.http.shared.errors import HttpError
+from quire.services.router.http.shared.fields import AnswerFields
+from quire.services.router.http.shared.streams import Tagged, run, send_events
+from quire.services.router.outputs.answer_size import PromptLogprobs, all_of, check_answer_size
+
+B = TypeVar("B", bound=AnswerFields)
+
+
+class AnswerWriter(ABC, Generic[B]):
+    """One request: what it asks of the model, and its answers as one body or as events.
+
+    Args:
+        name: the request's id.
+        turn: lets requests with many logprobs be written one after another.
+    """
+
+    end_of_stream: ClassVar[bytes] = b""
+    """Sent after the last event."""
+
+    def __init__(self, body: B, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
+        self.body = body
+        self._model = model
+        self._name = name
+        self._turn = turn
+
+    @abstractmethod
+    def generations(self) -> list[pb.Generation]:
+        """Return the prompts.
+
+        Raises:
+            InvalidArgument: the body cannot be served; the error names the field.
+        """
+
+    @abstractmethod
+    def names(self) -> list[dict[str, str]]:
+        """Return, for each prompt, the client's names of fields of ``quire.v1``, which errors use."""
+
+    @abstractmethod
+    def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[BaseModel, None]:
+        """Yield the events of the messages; a ``TypedEvent`` is sent with its type as its name."""
+
+    @abstractmethod
+    def whole(self, messages: Sequence[Tagged]) -> BaseModel:
+        """Return the complete answer; this is slow if there are many logprobs."""
+
+    def failed(self, error: HttpError) -> BaseModel:
+        """Return the last event of a stream that fails."""
+        return error.body
+
+
+def answering(
+    servicer: GenerationServicer,
+    turn: asyncio.Lock,
+    body_type: type[B],
+    writer_type: Callable[[B, ServedModel, str, asyncio.Lock], AnswerWriter[B]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return a handler that sends the complete answer, or streams it as events if the body asks for that."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body, tenant = await read_body(request, body_type), request[TENANT]
+        name = request_id(request, body.request_id)
+        writer = writer_type(body, await servicer.joined_model(tenant), name, turn)
+        generations, headers = writer.generations(), request.headers.items()
+        sizes = None if body.stream else PromptLogprobs()
+        messages = run(servicer, tenant, generations, headers, writer.names(), sizes)
+        if body.stream:
+            return await send_events(request, writer.events(messages), writer.failed, writer.end_of_stream)
+        check_answer_size(generations)
+        async with aclosing(messages):
+            received = await all_of(messages, lambda message: message.response)
+        options = [each.response for each in generations]
+        is_large = any(each.HasField("logprobs") or each.HasField("prompt_logprobs") for each in options)
+        return await response_in_thread(lambda: writer.whole(received), turn if is_large else None)
+
+    return answer
