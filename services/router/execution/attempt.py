@@ -15,14 +15,12 @@ import grpc
 import grpc.aio
 
 from quire.protos import worker_pb2
-from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import WorkerCallFailed
 from quire.services.router.execution.followers import Plan
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import AttemptMoved, Event, WorkerCalls, connection_lost
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.answer_part import AnswerPart, part_of_tokens
-from quire.services.server.phases import Phase, RequestPhases
 
 CALL_END_SECONDS = 0.5
 """Longest time that a request waits for a worker call to end: for P's summary of the push, or for the failure
@@ -33,29 +31,17 @@ class Attempt:
     """The calls of one attempt.
 
     Args:
-        cluster: the clock, the planner and the model.
         plan: the workers.
         group: the answers that the attempt continues.
         calls: starts the calls, and returns their events as they arrive.
-        account: counts what the calls report.
-        phases: records the times of the request.
+        account: records what the calls report.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        plan: Plan,
-        group: AnswerGroup,
-        calls: WorkerCalls,
-        account: RequestAccount,
-        phases: RequestPhases,
-    ) -> None:
-        self._cluster = cluster
+    def __init__(self, plan: Plan, group: AnswerGroup, calls: WorkerCalls, account: RequestAccount) -> None:
         self._plan = plan
         self._group = group
         self._calls = calls
         self._account = account
-        self._phases = phases
         self._early: deque[Event] = deque()
         """Events of D that arrived before its acceptance or P's first token."""
 
@@ -72,7 +58,7 @@ class Attempt:
             WorkerCallFailed: a call failed; see ``cause``.
             AttemptMoved: the attempt ended so that the next one continues on another worker.
         """
-        plan, metadata = self._plan, self._phases.span.metadata
+        plan, metadata = self._plan, self._account.phases.span.metadata
         decode = worker_pb2.DecodeRequest(
             sequence=sequence,
             remote_prefill=plan.prefill is not None,
@@ -116,7 +102,7 @@ class Attempt:
         Raises:
             WorkerCallFailed: the call failed, or D sent something else first.
         """
-        start = self._cluster.clock()
+        plan, start = self._plan, self._account.clock()
         event = await self._calls.next()
         while event.parts is not None:
             # Messages of the stream and of the call are not ordered.
@@ -124,16 +110,12 @@ class Attempt:
             event = await self._calls.next()
         message = _message(event)
         if not message.HasField("accepted"):
-            raise WorkerCallFailed(self._plan.decode, None)
-        if self._plan.prefill is None:
-            block_size = self._cluster.model.block_size
-            self._account.record_local_prefill(message, block_size, self._plan.placement, start)
-            self._charge_prompt(message.accepted.num_cached_tokens)
+            raise WorkerCallFailed(plan.decode, None)
+        if plan.prefill is None:
+            block_size = plan.decode.info.layout.block_size
+            self._account.record_local_prefill(self._group, plan.placement, message, block_size, start)
         else:
-            accepted_at = self._cluster.clock()
-            self._phases.record(Phase.ACCEPT, start, accepted_at)
-            self._cluster.planner.record_promise(accepted_at - start)
-            self._account.record_accepted(message)
+            self._account.record_accepted(message, start)
         accepted: worker_pb2.Accepted = message.accepted
         return accepted
 
@@ -147,7 +129,7 @@ class Attempt:
         Raises:
             WorkerCallFailed: P's call failed, or D's call failed with another status.
         """
-        start = self._cluster.clock()
+        start = self._account.clock()
         while True:
             event = await self._calls.next()
             if event.worker is self._plan.decode and (event.error is None or _is_aborted(event.error)):
@@ -156,14 +138,8 @@ class Attempt:
             message = _message(event)
             self._account.record_prefill(message)
             if message.tokens:
-                self._account.record_times(self._plan.placement, message, start)
-                self._charge_prompt(message.num_cached_tokens)
+                self._account.record_computed(self._group, self._plan.placement, message, start)
                 return part_of_tokens(message.tokens, message.finish_reason)
-
-    def _charge_prompt(self, num_cached_tokens: int) -> None:
-        """Charge the computed prompt tokens of a first attempt; quire causes any later repetition."""
-        if not self._group.attempt:
-            self._account.charge.add_prompt(self._plan.placement.num_tokens - num_cached_tokens)
 
     async def _decoded(
         self, remaining_seconds: Callable[[], float]

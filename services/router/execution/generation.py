@@ -88,7 +88,6 @@ class GenerationRun:
         self._scope = scope
         self._deadline = deadline
         self._arrival = arrival
-        self._phases = phases
         # Clients may choose the same id; a worker must never see it twice.
         self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.params.num_sequences
@@ -96,15 +95,14 @@ class GenerationRun:
         self._is_first_message = True
         self._account = RequestAccount(
             cluster.metrics,
+            phases,
             cluster.planner,
             cluster.clock,
             request.request_id,
             len(request.prompt_token_ids),
             RequestCharge(spend, request.num_input_tokens),
         )
-        self._choice = WorkerChoice(
-            cluster, request.params, scope, phases, self._account, self._remaining_seconds
-        )
+        self._choice = WorkerChoice(cluster, request.params, scope, self._account, self._remaining_seconds)
 
     @property
     def usage(self) -> pb.Usage:
@@ -208,7 +206,7 @@ class GenerationRun:
         sequence = self._sequence(group, plan)
         charge = AttemptCharge(self._account.charge)
         calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
-        attempt = Attempt(self._cluster, plan, group, calls, self._account, self._phases)
+        attempt = Attempt(plan, group, calls, self._account)
         seen = RunningAttempt(plan, group, sequence.cache_scope, calls.move)
         with followed(self._cluster.followers, seen) as on_parts:
             running = attempt.outputs(sequence, self._remaining_seconds)

@@ -14,6 +14,7 @@ from quire.services.router.execution.token_charge import RequestCharge
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.server.log import get_logger
+from quire.services.server.phases import Phase, RequestPhases
 
 _log = get_logger("router")
 
@@ -24,6 +25,7 @@ class RequestAccount:
     def __init__(
         self,
         metrics: RouterMetrics,
+        phases: RequestPhases,
         planner: Planner,
         clock: Callable[[], float],
         request_id: str,
@@ -31,8 +33,9 @@ class RequestAccount:
         charge: RequestCharge,
     ) -> None:
         self._metrics = metrics
+        self.phases = phases
         self._planner = planner
-        self._clock = clock
+        self.clock = clock
         self._request_id = request_id
         self._is_cache_counted = False
         self.charge = charge
@@ -70,13 +73,21 @@ class RequestAccount:
         self.usage.accepted_draft_tokens += min(num_tokens, num_accepted_draft_tokens)
         self._metrics.generation_tokens.inc(num_tokens)
 
-    def record_accepted(self, message: worker_pb2.DecodeResponse) -> None:
-        """Count the blocks that D has cached of a prompt that P computes."""
+    def record_accepted(self, message: worker_pb2.DecodeResponse, start: float) -> None:
+        """Count the blocks that D has cached of a prompt that P computes, and the time since ``start``."""
+        now = self.clock()
+        self.phases.record(Phase.ACCEPT, start, now)
+        self._planner.record_promise(now - start)
         self.prompt_logprobs = message.prompt_logprobs
         self.usage.blocks_reused_on_decode = message.accepted.num_held_blocks
 
     def record_local_prefill(
-        self, message: worker_pb2.DecodeResponse, block_size: int, placement: Placement, start: float
+        self,
+        group: AnswerGroup,
+        placement: Placement,
+        message: worker_pb2.DecodeResponse,
+        block_size: int,
+        start: float,
     ) -> None:
         """Count the cached tokens of a prompt that D has computed itself since ``start``."""
         accepted = message.accepted
@@ -84,7 +95,7 @@ class RequestAccount:
         self._record_cached(accepted.num_cached_tokens, accepted.pulled)
         num_cached = accepted.num_cached_tokens // block_size
         self.usage.blocks_reused_on_decode = max(0, num_cached - accepted.pulled.num_blocks)
-        self.record_times(placement, accepted, start)
+        self.record_computed(group, placement, accepted, start)
 
     def record_prefill(self, message: worker_pb2.PrefillResponse) -> None:
         """Count the pushed blocks if this is P's summary of the push, or else P's cached tokens."""
@@ -95,18 +106,23 @@ class RequestAccount:
             self.prompt_logprobs = message.prompt_logprobs
             self._record_cached(message.num_cached_tokens, message.pulled)
 
-    def record_times(
+    def record_computed(
         self,
+        group: AnswerGroup,
         placement: Placement,
         message: worker_pb2.PrefillResponse | worker_pb2.Accepted,
         start: float,
     ) -> None:
         """Record expected and measured values, and update the planner, when the prompt has been computed.
 
+        Only a first attempt is charged its computed tokens, because quire causes any later repetition.
+
         Args:
             start: reading of the clock when the worker was called.
         """
-        pulled, now = message.pulled, self._clock()
+        if not group.attempt:
+            self.charge.add_prompt(placement.num_tokens - message.num_cached_tokens)
+        pulled, now = message.pulled, self.clock()
         if placement.estimate.peer is not None:
             self._metrics.pulls.labels(pulled.failure or "ok").inc()
         outcome = PullOutcome(pulled.num_bytes, pulled.seconds, bool(pulled.failure))

@@ -16,7 +16,7 @@ from quire.services.router.execution.followers import NextWorker, Plan
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.worker import Worker
-from quire.services.server.phases import Phase, RequestPhases
+from quire.services.server.phases import Phase
 
 LATE_FACTOR = 2.0
 """A new request is refused if its first token is expected after this many times its remaining time."""
@@ -38,14 +38,12 @@ class WorkerChoice:
         cluster: Cluster,
         params: SamplingParams,
         scope: CacheScope,
-        phases: RequestPhases,
         account: RequestAccount,
         remaining_seconds: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._params = params
         self._scope = scope
-        self._phases = phases
         self._account = account
         self._remaining_seconds = remaining_seconds
         self._failed: set[str] = set()
@@ -73,7 +71,7 @@ class WorkerChoice:
             cached = {only.worker.worker_id: only.num_cached_tokens}
             prompt = PlannedPrompt(len(group.token_ids), (), cached)
         looked_up = cluster.clock()
-        self._phases.record(Phase.LOOKUP, start, looked_up)
+        self._account.phases.record(Phase.LOOKUP, start, looked_up)
         if group.deaths:
             await cluster.suspects.turn(lambda: self._healthy_decode_workers(group))
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
@@ -96,7 +94,7 @@ class WorkerChoice:
             raise too_late(error.seconds, self._remaining_seconds()) from None
         if placement is None:
             return None
-        self._phases.record(Phase.CHOOSE, looked_up, cluster.clock())
+        self._account.phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         self._account.record_placement(group, placement)
         workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
         peer = placement.estimate.peer

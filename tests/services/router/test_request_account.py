@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from random import Random
 from typing import cast
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
@@ -39,6 +40,7 @@ class Setup:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.charged: list[int] = []
         self.registry = CollectorRegistry()
         clock = self.clock
         self.planner = Planner(
@@ -46,7 +48,7 @@ class Setup:
         )
         metrics = RouterMetrics(self.registry)
         self.account = RequestAccount(
-            metrics, self.planner, clock, "r", NUM_TOKENS, RequestCharge(lambda num_tokens: None, NUM_TOKENS)
+            metrics, Mock(), self.planner, clock, "r", NUM_TOKENS, RequestCharge(self.charged.append, 64)
         )
 
     def clock(self) -> float:
@@ -125,7 +127,7 @@ def test_blocks_that_were_pulled_were_not_there_before(
         num_cached_tokens=4 * BLOCK_SIZE + 3, pulled=worker_pb2.PullSummary(num_blocks=num_pulled)
     )
     message = worker_pb2.DecodeResponse(accepted=accepted)
-    setup.account.record_local_prefill(message, BLOCK_SIZE, setup.place(), setup.now)
+    setup.account.record_local_prefill(group(), setup.place(), message, BLOCK_SIZE, setup.now)
     assert setup.account.usage.blocks_reused_on_decode == num_reused
 
 
@@ -147,7 +149,7 @@ def test_only_the_first_attempt_counts_what_the_index_had_promised(setup: Setup)
 def test_expected_and_measured_times_are_of_the_same_request(setup: Setup) -> None:
     placement = setup.place()
     setup.now += 2.0
-    setup.account.record_times(placement, prefilled(48), start=setup.now - 0.5)
+    setup.account.record_computed(group(), placement, prefilled(48), start=setup.now - 0.5)
     values = {
         sample.labels["kind"]: sample.value
         for metric in setup.registry.collect()
@@ -155,6 +157,12 @@ def test_expected_and_measured_times_are_of_the_same_request(setup: Setup) -> No
         if sample.name == "quire_router_expected_seconds_total"
     }
     assert values == {"expected": pytest.approx(placement.estimate.seconds), "taken": 2.0}
+
+
+def test_only_the_first_attempt_is_charged_computed_tokens(setup: Setup) -> None:
+    for attempt in range(2):
+        setup.account.record_computed(group(attempt), setup.place(), prefilled(48), setup.now)
+    assert setup.charged == [NUM_TOKENS - 48 - 64], "64 tokens were charged before"
 
 
 def test_answers_that_were_lost_together_are_one_retry(setup: Setup) -> None:
