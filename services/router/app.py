@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +37,6 @@ from quire.services.router.admin.admin import admin_server
 from quire.services.router.admin.roles import RoleMetrics, Roles
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution.cluster import Cluster
-from quire.services.router.execution.followers import Follower, follow_load
 from quire.services.router.execution.suspects import Suspects
 from quire.services.router.grpc.open_calls import OpenCalls, router_stops
 from quire.services.router.grpc.request_memory import RequestMemory
@@ -274,7 +272,7 @@ async def _cluster(
     prefixes = sources.prefixes(model)
     suspects = Suspects()
     copies = Copies(workers, spawn, CopyMetrics(metrics.registry), copies_grown=config.copy_answers)
-    followers: list[Follower] = [partial(follow_load, workers), suspects.follow, copies.follow]
+    followers = (suspects.follow, copies.follow)
     return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, suspects, followers)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire.routing.placement import Planner
 from quire.services.requests.served_model import ServedModel
-from quire.services.router.execution.followers import Follower
+from quire.services.router.execution.attempt import Follower
 from quire.services.router.execution.prefix_lookup import PrefixLookup
 from quire.services.router.execution.suspects import Suspects
 from quire.services.router.metrics.metrics import RouterMetrics

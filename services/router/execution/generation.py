@@ -14,6 +14,7 @@ from dataclasses import replace
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.routing.placement import Placement
 from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import to_proto
 from quire.services.requests.validation import ValidRequest
@@ -26,11 +27,10 @@ from quire.services.router.execution.failures import (
     suspected,
     to_service_error,
 )
-from quire.services.router.execution.followers import NextWorker, Plan, RunningAttempt, followed
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.suspects import MAX_DEATHS
-from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
-from quire.services.router.execution.worker_calls import AttemptMoved, WorkerCalls
+from quire.services.router.execution.token_charge import RequestCharge
+from quire.services.router.execution.worker_calls import AttemptMoved, NextWorker
 from quire.services.router.execution.worker_choice import WorkerChoice
 from quire.services.router.outputs.answer_group import AnswerGroup, Death
 from quire.services.router.outputs.best_of import best_of
@@ -156,6 +156,7 @@ class GenerationRun:
         Args:
             next_worker: runs the next attempt if it accepts requests; None: the planner chooses.
         """
+        cluster = self._cluster
         for response in self._implied_ends(group):
             yield response
         while not group.is_finished:
@@ -166,7 +167,17 @@ class GenerationRun:
                         yield response
                 return
             try:
-                async with aclosing(self._attempt(group, next_worker)) as outputs:
+                placement = await self._choose(group, next_worker)
+                attempt = Attempt(
+                    cluster.workers,
+                    cluster.spawn,
+                    placement,
+                    group,
+                    self._sequence(group, placement),
+                    self._account,
+                )
+                running = attempt.outputs(cluster.followers, self._remaining_seconds)
+                async with aclosing(running) as outputs:
                     async for parts in outputs:
                         for part in parts:
                             answer = group.answers[part.index]
@@ -199,41 +210,15 @@ class GenerationRun:
             if reason and not answer.finish_reason:
                 yield answer.respond(AnswerPart(finish_reason=reason))
 
-    async def _attempt(
-        self, group: AnswerGroup, next_worker: NextWorker | None
-    ) -> AsyncGenerator[list[AnswerPart], None]:
-        plan = await self._choose(group, next_worker)
-        sequence = self._sequence(group, plan)
-        charge = AttemptCharge(self._account.charge)
-        calls = WorkerCalls(group.sequence_id, group.attempt, self._cluster.spawn, charge)
-        attempt = Attempt(plan, group, calls, self._account)
-        seen = RunningAttempt(plan, group, sequence.cache_scope, calls.move)
-        with followed(self._cluster.followers, seen) as on_parts:
-            running = attempt.outputs(sequence, self._remaining_seconds)
-            async with calls, aclosing(running) as outputs:
-                try:
-                    async for parts in outputs:
-                        charge.keep(sum(len(part.token_ids) for part in parts))
-                        yield parts
-                        on_parts()
-                except WorkerCallFailed as failure:
-                    cause = await attempt.cause(failure)
-                    if cause.is_retryable:
-                        charge.repeat()
-                    raise cause from failure
-                except AttemptMoved:
-                    charge.repeat()
-                    raise
-
-    async def _choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan:
+    async def _choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement:
         while True:
             await self._wait_for_worker()
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await self._cluster.workers.ask_again(group.died_at)
             # The last worker may leave while the prefix is looked up.
-            if (plan := await self._choice.choose(group, next_worker)) is not None:
-                return plan
+            if (placement := await self._choice.choose(group, next_worker)) is not None:
+                return placement
 
     async def _wait_for_worker(self) -> None:
         """Wait until a decode worker accepts requests and no older request waits for one.
@@ -249,7 +234,7 @@ class GenerationRun:
             self._remaining_seconds()
             raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)}) from None
 
-    def _sequence(self, group: AnswerGroup, plan: Plan) -> worker_pb2.Sequence:
+    def _sequence(self, group: AnswerGroup, placement: Placement) -> worker_pb2.Sequence:
         params = group.params
         if not self._is_first_message or self._request.received:
             # The first message contains the prompt logprobs; later attempts need not compute them again.
@@ -260,8 +245,8 @@ class GenerationRun:
         sequence.num_output_tokens = len(group.output_token_ids)
         sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope
         sequence.load.router_id = self._cluster.workers.router_id
-        sequence.load.pending_tokens = plan.placement.pending_tokens
-        sequence.load.resident_tokens = plan.placement.resident_tokens
+        sequence.load.pending_tokens = placement.pending_tokens
+        sequence.load.resident_tokens = placement.resident_tokens
         return sequence
 
     def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from quire.services.router.execution.followers import OnParts, RunningAttempt
+from quire.services.router.execution.attempt import Attempt, OnParts
 
 MAX_DEATHS = 2
 """Number of worker deaths after which a request is refused."""
@@ -50,14 +50,16 @@ class Suspects:
             return
 
     @contextmanager
-    def follow(self, attempt: RunningAttempt) -> Iterator[OnParts | None]:
+    def follow(self, attempt: Attempt) -> Iterator[OnParts | None]:
         """Count a suspect on the workers of an attempt until it is cleared or the attempt ends."""
-        group, plan = attempt.group, attempt.plan
+        group = attempt.group
         if not group.deaths:
             yield None
             return
         num_clearing = group.num_tokens + CLEARING_TOKENS
-        with self.placed({worker.worker_id for worker in (plan.decode, plan.prefill) if worker}) as clear:
+        with self.placed(
+            {worker.worker_id for worker in (attempt.decode, attempt.prefill) if worker}
+        ) as clear:
 
             def on_parts() -> None:
                 if group.num_tokens >= num_clearing:

@@ -11,7 +11,6 @@ import grpc
 
 from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.services.router.execution.followers import NextWorker
 from quire.services.router.execution.token_charge import AttemptCharge
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.output_reader import OutputReader, unavailable
@@ -30,6 +29,13 @@ _log = get_logger("router")
 def connection_lost() -> grpc.aio.AioRpcError:
     """Return the error, with status UNAVAILABLE, of a call to a worker that was removed."""
     return unavailable("the worker was given up")
+
+
+class NextWorker(NamedTuple):
+    """The decode worker that an answer moves to, and how many of its leading tokens are cached there."""
+
+    worker: Worker
+    num_cached_tokens: int
 
 
 class AttemptMoved(Exception):

@@ -6,24 +6,19 @@ from collections.abc import Callable
 from math import inf
 
 from quire.kvindex.block_hash import CacheScope
-from quire.protos import worker_pb2
-from quire.routing.placement import PlannedPrompt, TooLateError
-from quire.routing.policy import CandidateWorker, Estimate
+from quire.routing.placement import Placement, PlannedPrompt, TooLateError
+from quire.routing.policy import CandidateWorker
 from quire.sampling.params import SamplingParams
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import too_late
-from quire.services.router.execution.followers import NextWorker, Plan
 from quire.services.router.execution.request_account import RequestAccount
+from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.worker import Worker
 from quire.services.server.phases import Phase
 
 LATE_FACTOR = 2.0
 """A new request is refused if its first token is expected after this many times its remaining time."""
-
-
-MIN_PULL_SECONDS = 0.5
-"""Least time limit of a pull."""
 
 
 class WorkerChoice:
@@ -52,7 +47,7 @@ class WorkerChoice:
         """Prefer other workers from now on, since a call to this one has failed."""
         self._failed.add(worker.worker_id)
 
-    async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Plan | None:
+    async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement | None:
         """Return the workers of a group's next attempt, or None if no decode worker accepts requests.
 
         Args:
@@ -96,14 +91,7 @@ class WorkerChoice:
             return None
         self._account.phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         self._account.record_placement(group, placement)
-        workers = {w.worker_id: w for role in ("prefill", "decode") for w in cluster.workers.serving(role)}
-        peer = placement.estimate.peer
-        return Plan(
-            workers[placement.decode.worker_id],
-            workers[placement.prefill.worker_id] if placement.prefill else None,
-            placement,
-            pull_source(workers[peer.worker_id], peer.num_blocks, placement.estimate) if peer else None,
-        )
+        return placement
 
     def _is_unhealthy(self, worker: Worker) -> bool:
         return worker.health.is_unhealthy or worker.worker_id in self._failed
@@ -133,16 +121,3 @@ class WorkerChoice:
             for worker in self._serving(role, group)
             if only is None or worker is only
         ]
-
-
-def pull_source(peer: Worker, num_blocks: int, estimate: Estimate) -> worker_pb2.PullSource:
-    """Return the message that describes a pull of leading blocks from a peer.
-
-    The timeout is ``MIN_PULL_SECONDS`` plus twice the expected time.
-    """
-    return worker_pb2.PullSource(
-        address=peer.peer_address,
-        epoch=peer.info.epoch,
-        num_blocks=num_blocks,
-        timeout_ms=int(1000 * (MIN_PULL_SECONDS + 2 * estimate.pull_seconds)),
-    )

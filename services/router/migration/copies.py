@@ -26,7 +26,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.protos import worker_pb2
-from quire.services.router.execution.followers import NextWorker, OnParts, RunningAttempt
+from quire.services.router.execution.attempt import Attempt, OnParts
+from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.migration.block_copies import copy_blocks, num_sealed_blocks
 from quire.services.router.outputs.output import OutputAssembler
 from quire.services.router.workers.worker import Worker
@@ -84,7 +85,7 @@ class _Followed:
         is_copied: whether a copy is running because they have grown.
     """
 
-    attempt: RunningAttempt
+    attempt: Attempt
     next_copy: int
     is_copied: bool = False
     is_moving: bool = False
@@ -121,9 +122,9 @@ class Copies:
         workers.call_on_return(self._start_all_moves)
 
     @contextmanager
-    def follow(self, attempt: RunningAttempt) -> Iterator[OnParts | None]:
+    def follow(self, attempt: Attempt) -> Iterator[OnParts | None]:
         """Copy the answers of an attempt when there is a reason, until the context ends."""
-        group, worker = attempt.group, attempt.plan.decode
+        group, worker = attempt.group, attempt.decode
         if group.is_beam_search or group.params.kv_budget_tokens is not None:
             yield None
             return
@@ -140,7 +141,7 @@ class Copies:
 
     async def _copy(
         self,
-        attempt: RunningAttempt,
+        attempt: Attempt,
         target: Worker,
         answer: OutputAssembler,
         *,
@@ -149,7 +150,7 @@ class Copies:
     ) -> worker_pb2.PullSummary:
         token_ids = attempt.group.prompt_token_ids + answer.token_ids
         pulled = await copy_blocks(
-            attempt.plan.decode, target, token_ids, attempt.scope, time=time, seconds=seconds
+            attempt.decode, target, token_ids, attempt.scope, time=time, seconds=seconds
         )
         self._metrics.copies.labels(pulled.failure or "ok").inc()
         self._metrics.blocks.inc(pulled.num_blocks)
@@ -177,16 +178,16 @@ class Copies:
         finally:
             followed.is_copied = False
 
-    def _place(self, attempt: RunningAttempt) -> Worker | None:
+    def _place(self, attempt: Attempt) -> Worker | None:
         """Return the prefill worker, which has the prompt already, or another one by rendezvous hashing.
 
         Rendezvous hashing (Thaler and Ravishankar, 1998) gives an answer the same place each time while the
         workers are the same, and divides the answers of a worker among all others.
         """
-        plan, key = attempt.plan, attempt.group.sequence_id
-        if plan.prefill is not None and plan.prefill.can_serve:
-            return plan.prefill
-        others = [worker for worker in self._workers.serving("decode") if worker is not plan.decode]
+        prefill, key = attempt.prefill, attempt.group.sequence_id
+        if prefill is not None and prefill.can_serve:
+            return prefill
+        others = [worker for worker in self._workers.serving("decode") if worker is not attempt.decode]
         return max(
             others or self._workers.serving("prefill"),
             key=lambda worker: hashlib.sha256(f"{key} {worker.worker_id}".encode()).digest(),
@@ -210,7 +211,7 @@ class Copies:
         attempt, group = followed.attempt, followed.attempt.group
         try:
             async with self._slots:
-                target = self._target(attempt.plan.decode)
+                target = self._target(attempt.decode)
                 if target is None or not self._must_move(followed):
                     return
                 copied = await self._copy_to_move(attempt, target)
@@ -227,7 +228,7 @@ class Copies:
             f"answer_{result}",
             sequence_id=group.sequence_id,
             attempt=group.attempt,
-            worker=attempt.plan.decode.worker_id,
+            worker=attempt.decode.worker_id,
             to=target.worker_id,
             missing_blocks=sum(each.num_missing for each in copied),
         )
@@ -237,7 +238,7 @@ class Copies:
 
     def _must_move(self, followed: _Followed) -> bool:
         """Return whether the attempt still runs on a worker that drains."""
-        worker = followed.attempt.plan.decode
+        worker = followed.attempt.decode
         return worker.health.is_draining and followed in self._running.get(worker, ())
 
     def _target(self, draining: Worker) -> Worker | None:
@@ -255,7 +256,7 @@ class Copies:
         resident = worker.resident_tokens + worker.load_of_others.resident_tokens + self._coming[worker]
         return resident / max(1, worker.info.num_blocks)
 
-    async def _copy_to_move(self, attempt: RunningAttempt, target: Worker) -> list[_Copied]:
+    async def _copy_to_move(self, attempt: Attempt, target: Worker) -> list[_Copied]:
         """Copy the full blocks of all answers of an attempt, one answer after the other."""
         group = attempt.group
         num_tokens = sum(len(group.prompt_token_ids + each.token_ids) for each in group.answers)
@@ -265,9 +266,7 @@ class Copies:
         finally:
             self._coming[target] -= num_tokens
 
-    async def _copy_until_full(
-        self, attempt: RunningAttempt, target: Worker, answer: OutputAssembler
-    ) -> _Copied:
+    async def _copy_until_full(self, attempt: Attempt, target: Worker, answer: OutputAssembler) -> _Copied:
         """Copy the full blocks of an answer, and repeat for those that were filled meanwhile."""
         num_prompt_tokens, block_size = len(attempt.group.prompt_token_ids), target.info.layout.block_size
         time = worker_pb2.COPY_TIME_NOW

@@ -95,17 +95,16 @@ class WorkerSet:
         """Return the workers of a role that do not drain."""
         return [w for w in self._workers.values() if w.role == role and not w.health.is_draining]
 
-    def serving(self, role: str) -> list[Worker]:
-        """Return the workers of a role that may get requests: they are live and not set aside or stalled."""
-        return [w for w in self._workers.values() if w.role == role and w.can_serve]
+    def serving(self, role: str | None = None) -> list[Worker]:
+        """Return the workers that may get requests, all or those of a role; see ``Worker.can_serve``."""
+        return [w for w in self._workers.values() if role in (None, w.role) and w.can_serve]
 
     async def ask_again(self, since: float) -> None:
         """Ask the workers that may get requests, except those that have answered since a clock reading.
 
         Workers that have just ended then leave. A worker that does not answer keeps its old ``answered_at``.
         """
-        serving = [worker for role in ROLES for worker in self.serving(role)]
-        await self._probing.ask_once(each for each in serving if each.health.answered_at < since)
+        await self._probing.ask_once(each for each in self.serving() if each.health.answered_at < since)
 
     def set_aside(self, worker: Worker) -> asyncio.Task[None]:
         """Give a worker no requests until it has answered a probe; return the task that asks it.

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
-from quire.services.router.execution.followers import OnParts, RunningAttempt
+from quire.services.router.execution.attempt import OnParts
 from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_UNDER_WAY, Copies, CopyMetrics
 from quire.services.router.workers.health import WorkerHealth
 
@@ -69,8 +69,8 @@ class Setup:
 
     def follow(self, name: str = "a", num_answers: int = 1, *, has_prefill: bool = False) -> Followed:
         group: Any = Group(name, PROMPT, [SimpleNamespace(token_ids=[]) for _ in range(num_answers)])
-        plan: Any = SimpleNamespace(decode=self.decode[0], prefill=self.prefill if has_prefill else None)
-        attempt = RunningAttempt(plan, group, SCOPE, Mock())
+        prefill = self.prefill if has_prefill else None
+        attempt: Any = SimpleNamespace(decode=self.decode[0], prefill=prefill, group=group, scope=SCOPE)
         on_parts = self._followed.enter_context(self.copies.follow(attempt))
         assert on_parts is not None
         return Followed(group, on_parts)

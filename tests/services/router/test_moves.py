@@ -150,7 +150,7 @@ def test_an_attempt_that_begins_on_a_draining_worker_moves(*, is_draining: bool)
     worker = Mock(health=Mock(is_draining=is_draining))
     group = Mock(is_beam_search=False, params=SamplingParams(), num_tokens=0)
     known = copies.Copies(Mock(), spawn, copies.CopyMetrics(CollectorRegistry()), copies_grown=False)
-    with known.follow(Mock(plan=Mock(decode=worker), group=group)):
+    with known.follow(Mock(decode=worker, group=group)):
         assert spawn.called == is_draining
 
 
