@@ -265,7 +265,6 @@ async def _cluster(
     queue = WorkerQueue(
         lambda: bool(workers.serving("decode")),
         max_wait_seconds=config.worker_wait_seconds,
-        clock=time.monotonic,
         waiting=metrics.requests_waiting,
     )
     workers.call_on_return(queue.wake)

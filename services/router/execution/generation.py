@@ -23,7 +23,6 @@ from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import (
     WorkerCallFailed,
     deadline_exceeded,
-    no_decode_worker,
     suspected,
     to_service_error,
 )
@@ -67,7 +66,6 @@ class GenerationRun:
        (``copies.py``). This is not a failure.
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
-    While no decode worker accepts requests, requests wait for one in the order of their arrival.
 
     ``spend`` charges computed tokens that were not charged in advance.
     """
@@ -87,9 +85,6 @@ class GenerationRun:
         self._request = request
         self._scope = scope
         self._deadline = deadline
-        self._arrival = arrival
-        # Clients may choose the same id; a worker must never see it twice.
-        self._sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
         num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
         self._is_first_message = True
@@ -98,11 +93,10 @@ class GenerationRun:
             phases,
             cluster.planner,
             cluster.clock,
-            request.request_id,
             len(request.prompt_token_ids),
             RequestCharge(spend, request.num_input_tokens),
         )
-        self._choice = WorkerChoice(cluster, request.params, scope, self._account, self._remaining_seconds)
+        self._choice = WorkerChoice(cluster, scope, self._account, arrival, self._remaining_seconds)
 
     @property
     def usage(self) -> pb.Usage:
@@ -119,8 +113,12 @@ class GenerationRun:
         if request.received:
             # Converting thousands of tokens to text would block the event loop.
             await asyncio.to_thread(self._resume)
-            self.usage.completion_tokens = self._num_emitted
-        group = AnswerGroup(self._sequence_id, request.prompt_token_ids, request.params, self._answers)
+            self.usage.completion_tokens = sum(len(answer.token_ids) for answer in self._answers)
+        # Clients may choose the same id; a worker must never see it twice.
+        sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
+        group = AnswerGroup(
+            request.request_id, sequence_id, request.prompt_token_ids, request.params, self._answers
+        )
         num_finished = sum(bool(answer.finish_reason) for answer in self._answers)
         stream = self._serve(group)
         if request.num_best is not None:
@@ -167,7 +165,7 @@ class GenerationRun:
                         yield response
                 return
             try:
-                placement = await self._choose(group, next_worker)
+                placement = await self._choice.choose(group, next_worker)
                 attempt = Attempt(
                     cluster.workers,
                     cluster.spawn,
@@ -210,30 +208,6 @@ class GenerationRun:
             if reason and not answer.finish_reason:
                 yield answer.respond(AnswerPart(finish_reason=reason))
 
-    async def _choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement:
-        while True:
-            await self._wait_for_worker()
-            if group.deaths:
-                # A worker that was killed together with the last one says nothing about this request.
-                await self._cluster.workers.ask_again(group.died_at)
-            # The last worker may leave while the prefix is looked up.
-            if (placement := await self._choice.choose(group, next_worker)) is not None:
-                return placement
-
-    async def _wait_for_worker(self) -> None:
-        """Wait until a decode worker accepts requests and no older request waits for one.
-
-        Raises:
-            Unavailable: no worker accepted requests within the longest wait.
-            DeadlineExceeded: the deadline passed first.
-        """
-        cluster = self._cluster
-        try:
-            await cluster.queue.turn(self._arrival, self._deadline)
-        except TimeoutError:
-            self._remaining_seconds()
-            raise no_decode_worker(cluster.workers, {"tokens_emitted": str(self._num_emitted)}) from None
-
     def _sequence(self, group: AnswerGroup, placement: Placement) -> worker_pb2.Sequence:
         params = group.params
         if not self._is_first_message or self._request.received:
@@ -265,8 +239,8 @@ class GenerationRun:
             group.num_retries += 1
         is_suspect = failure.is_death and len(group.deaths) >= MAX_DEATHS
         is_last = is_suspect or not failure.is_retryable or group.num_retries > MAX_RETRIES
-        self._account.record_failure(group, failure, self._num_emitted, is_last=is_last)
-        request_id, num_emitted = self._request.request_id, self._num_emitted
+        self._account.record_failure(group, failure, is_last=is_last)
+        request_id, num_emitted = group.request_id, self.usage.completion_tokens
         if is_suspect:
             _log.error(
                 "request_suspected",
@@ -284,12 +258,8 @@ class GenerationRun:
         self._choice.record_failure(failure.worker)
         group.attempt += 1
 
-    @property
-    def _num_emitted(self) -> int:
-        return sum(len(answer.token_ids) for answer in self._answers)
-
     def _remaining_seconds(self) -> float:
         remaining = self._deadline - self._cluster.clock()
         if remaining <= 0:
-            raise deadline_exceeded(self._num_emitted)
+            raise deadline_exceeded(self.usage.completion_tokens)
         return remaining

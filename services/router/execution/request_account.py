@@ -28,7 +28,6 @@ class RequestAccount:
         phases: RequestPhases,
         planner: Planner,
         clock: Callable[[], float],
-        request_id: str,
         num_prompt_tokens: int,
         charge: RequestCharge,
     ) -> None:
@@ -36,36 +35,10 @@ class RequestAccount:
         self.phases = phases
         self._planner = planner
         self.clock = clock
-        self._request_id = request_id
         self._is_cache_counted = False
         self.charge = charge
         self.usage = pb.Usage(prompt_tokens=num_prompt_tokens)
         self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
-
-    def record_placement(self, group: AnswerGroup, placement: Placement) -> None:
-        """Count and log the chosen workers and the reasons for the choice."""
-        decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
-        self._metrics.decisions.labels("decode", placement.decode_reason).inc()
-        self._metrics.decisions.labels("prefill", placement.prefill_reason or "none").inc()
-        if not group.attempt:
-            self._metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
-        _log.debug(
-            "request_dispatched",
-            request_id=self._request_id,
-            sequence_id=group.sequence_id,
-            attempt=group.attempt,
-            decode=decode.worker_id,
-            decode_reason=placement.decode_reason,
-            prefill=prefill.worker_id if prefill else "none",
-            prefill_reason=placement.prefill_reason or "none",
-            prompt_tokens=placement.num_tokens,
-            cached_tokens=estimate.cached_tokens,
-            queue_seconds=estimate.queue_seconds,
-            compute_seconds=estimate.compute_seconds,
-            pull_from=estimate.peer.worker_id if estimate.peer else "none",
-            pull_blocks=estimate.peer.num_blocks if estimate.peer else 0,
-            pull_seconds=estimate.pull_seconds,
-        )
 
     def record_tokens(self, num_tokens: int, num_accepted_draft_tokens: int) -> None:
         """Count new tokens of an answer; a stop string may have removed some of the accepted ones."""
@@ -142,23 +115,21 @@ class RequestAccount:
             seconds=taken,
         )
 
-    def record_failure(
-        self, group: AnswerGroup, failure: WorkerCallFailed, num_emitted: int, *, is_last: bool
-    ) -> None:
+    def record_failure(self, group: AnswerGroup, failure: WorkerCallFailed, *, is_last: bool) -> None:
         """Log a failed attempt; unless it is the last, count the next one."""
         worker, code = failure.worker, failure.code.name
         # An operator can do nothing about a client's mistake, even if only the worker could detect it.
         is_clients = failure.code is grpc.StatusCode.INVALID_ARGUMENT
         (_log.debug if is_clients else _log.warning)(
             "attempt_failed",
-            request_id=self._request_id,
+            request_id=group.request_id,
             sequence_id=group.sequence_id,
             attempt=group.attempt,
             worker=worker.worker_id,
             role=worker.role,
             code=code,
             details=failure.details,
-            tokens_emitted=num_emitted,
+            tokens_emitted=self.usage.completion_tokens,
             is_last=is_last,
         )
         if not is_last:

@@ -8,38 +8,44 @@ from math import inf
 from quire.kvindex.block_hash import CacheScope
 from quire.routing.placement import Placement, PlannedPrompt, TooLateError
 from quire.routing.policy import CandidateWorker
-from quire.sampling.params import SamplingParams
 from quire.services.router.execution.cluster import Cluster
-from quire.services.router.execution.failures import too_late
+from quire.services.router.execution.failures import no_decode_worker, too_late
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.worker import Worker
+from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase
 
 LATE_FACTOR = 2.0
 """A new request is refused if its first token is expected after this many times its remaining time."""
 
+_log = get_logger("router")
+
 
 class WorkerChoice:
     """Chooses by the workers' cached blocks and load, and prefers workers that have not failed.
 
+    While no decode worker accepts requests, requests wait for one in the order of their arrival.
+
     Args:
+        scope: which requests may share the blocks.
+        arrival: when the request arrived, a reading of the clock.
         remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        params: SamplingParams,
         scope: CacheScope,
         account: RequestAccount,
+        arrival: float,
         remaining_seconds: Callable[[], float],
     ) -> None:
         self._cluster = cluster
-        self._params = params
         self._scope = scope
         self._account = account
+        self._arrival = arrival
         self._remaining_seconds = remaining_seconds
         self._failed: set[str] = set()
 
@@ -47,16 +53,35 @@ class WorkerChoice:
         """Prefer other workers from now on, since a call to this one has failed."""
         self._failed.add(worker.worker_id)
 
-    async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement | None:
-        """Return the workers of a group's next attempt, or None if no decode worker accepts requests.
+    async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement:
+        """Return the workers of a group's next attempt, as soon as a decode worker accepts requests.
 
         Args:
             next_worker: the decode worker, if it accepts requests; None: the planner chooses.
 
         Raises:
+            Unavailable: no worker accepted requests within the longest wait.
             ResourceExhausted: the first token is expected long after the deadline.
             DeadlineExceeded: the deadline has passed.
         """
+        cluster = self._cluster
+        while True:
+            try:
+                await cluster.queue.turn(self._arrival, self._remaining_seconds())
+            except TimeoutError:
+                self._remaining_seconds()
+                metadata = {"tokens_emitted": str(self._account.usage.completion_tokens)}
+                raise no_decode_worker(cluster.workers, metadata) from None
+            if group.deaths:
+                # A worker that was killed together with the last one says nothing about this request.
+                await cluster.workers.ask_again(group.died_at)
+            # The last worker may leave while the prefix is looked up.
+            if (placement := await self._place(group, next_worker)) is not None:
+                self._record(group, placement)
+                return placement
+
+    async def _place(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement | None:
+        """Return the workers that the planner chooses, or None if no decode worker accepts requests."""
         cluster = self._cluster
         start = cluster.clock()
         only = next_worker if next_worker is not None and next_worker.worker.can_serve else None
@@ -70,10 +95,10 @@ class WorkerChoice:
         if group.deaths:
             await cluster.suspects.turn(lambda: self._healthy_decode_workers(group))
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
-        is_scored = not group.is_single and self._params.num_prompt_logprobs is not None
+        is_scored = not group.is_single and group.params.num_prompt_logprobs is not None
         prompt = prompt._replace(
             must_be_local=is_scored or group.num_prefilled_tokens == 0,
-            max_output_tokens=self._params.max_tokens - len(group.output_token_ids),
+            max_output_tokens=group.params.max_tokens - len(group.output_token_ids),
             num_answers=len(group.answers),
             # A request that has begun is tried until its deadline, because estimates are not exact.
             max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
@@ -90,8 +115,33 @@ class WorkerChoice:
         if placement is None:
             return None
         self._account.phases.record(Phase.CHOOSE, looked_up, cluster.clock())
-        self._account.record_placement(group, placement)
         return placement
+
+    def _record(self, group: AnswerGroup, placement: Placement) -> None:
+        """Count and log the chosen workers and the reasons for the choice."""
+        decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
+        metrics = self._cluster.metrics
+        metrics.decisions.labels("decode", placement.decode_reason).inc()
+        metrics.decisions.labels("prefill", placement.prefill_reason or "none").inc()
+        if not group.attempt:
+            metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
+        _log.debug(
+            "request_dispatched",
+            request_id=group.request_id,
+            sequence_id=group.sequence_id,
+            attempt=group.attempt,
+            decode=decode.worker_id,
+            decode_reason=placement.decode_reason,
+            prefill=prefill.worker_id if prefill else "none",
+            prefill_reason=placement.prefill_reason or "none",
+            prompt_tokens=placement.num_tokens,
+            cached_tokens=estimate.cached_tokens,
+            queue_seconds=estimate.queue_seconds,
+            compute_seconds=estimate.compute_seconds,
+            pull_from=estimate.peer.worker_id if estimate.peer else "none",
+            pull_blocks=estimate.peer.num_blocks if estimate.peer else 0,
+            pull_seconds=estimate.pull_seconds,
+        )
 
     def _is_unhealthy(self, worker: Worker) -> bool:
         return worker.health.is_unhealthy or worker.worker_id in self._failed

@@ -32,6 +32,7 @@ class AnswerGroup:
     """Answers that are computed together: at first all of a request; after a failure each answer separately.
 
     Attributes:
+        request_id: id of the request.
         sequence_id: id under which the workers know this group.
         answers: the answers, in the order of their index; a finished beam search may have fewer than beams.
         attempt: number of earlier attempts of this group and of the group that it was split from.
@@ -41,6 +42,7 @@ class AnswerGroup:
         died_at: when the router noticed the last of these deaths, a reading of its clock.
     """
 
+    request_id: str
     sequence_id: str
     prompt_token_ids: list[int]
     params: SamplingParams

@@ -22,7 +22,6 @@ class WorkerQueue:
     Args:
         can_serve: returns whether a decode worker takes requests now.
         max_wait_seconds: longest time that a request waits; 0: none waits.
-        clock: returns monotonic seconds.
         waiting: shows how many requests wait.
     """
 
@@ -31,12 +30,10 @@ class WorkerQueue:
         can_serve: Callable[[], bool],
         *,
         max_wait_seconds: float,
-        clock: Callable[[], float],
         waiting: Gauge,
     ) -> None:
         self._can_serve = can_serve
         self._max_wait_seconds = max_wait_seconds
-        self._clock = clock
         self._waiting = waiting
         self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
         """Sorted entries: arrival, a number that orders equal arrivals, and what wakes the request."""
@@ -55,12 +52,12 @@ class WorkerQueue:
             if not turn.done():
                 turn.set_exception(error())
 
-    async def turn(self, arrival: float, deadline: float) -> None:
+    async def turn(self, arrival: float, seconds: float) -> None:
         """Return when a worker accepts requests and no older request waits for one.
 
         Args:
             arrival: when the request arrived, a reading of the clock.
-            deadline: its deadline, another reading.
+            seconds: time left until its deadline.
 
         Raises:
             TimeoutError: there was no worker within the longest wait, or until the deadline.
@@ -68,13 +65,12 @@ class WorkerQueue:
         """
         if self._can_serve() and not (self._turns and self._turns[0][0] < arrival):
             return
-        seconds = max(0.0, min(self._max_wait_seconds, deadline - self._clock()))
         self._num_turns += 1
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (arrival, self._num_turns, turn)
         insort(self._turns, entry)
         try:
-            async with shown(self._waiting), asyncio.timeout(seconds):
+            async with shown(self._waiting), asyncio.timeout(min(self._max_wait_seconds, seconds)):
                 await turn
         finally:
             self._turns.remove(entry)

@@ -29,6 +29,7 @@ def group(*answers: Answer, params: SamplingParams | None = None) -> AnswerGroup
     params = params or SamplingParams(n=len(answers), seed=2**64 - 1)
     return AnswerGroup(
         "r",
+        "r",
         PROMPT,
         params,
         cast("list[OutputAssembler]", list(answers)),

@@ -48,7 +48,7 @@ class Setup:
         )
         metrics = RouterMetrics(self.registry)
         self.account = RequestAccount(
-            metrics, Mock(), self.planner, clock, "r", NUM_TOKENS, RequestCharge(self.charged.append, 64)
+            metrics, Mock(), self.planner, clock, NUM_TOKENS, RequestCharge(self.charged.append, 64)
         )
 
     def clock(self) -> float:
@@ -62,9 +62,6 @@ class Setup:
         assert placement is not None
         return placement
 
-    def metric(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"quire_{name}", labels) or 0.0
-
 
 @pytest.fixture
 def setup() -> Setup:
@@ -72,7 +69,7 @@ def setup() -> Setup:
 
 
 def group(attempt: int = 0, answer: int = 0) -> AnswerGroup:
-    return AnswerGroup(f"r-{answer}", [], SamplingParams(), [], attempt)
+    return AnswerGroup("r", f"r-{answer}", [], SamplingParams(), [], attempt)
 
 
 def failure(code: grpc.StatusCode) -> WorkerCallFailed:
@@ -131,21 +128,6 @@ def test_blocks_that_were_pulled_were_not_there_before(
     assert setup.account.usage.blocks_reused_on_decode == num_reused
 
 
-def test_only_the_first_attempt_counts_what_the_index_had_promised(setup: Setup) -> None:
-    placement = setup.place()
-    assert placement.estimate.cached_tokens == 64
-    for attempt in range(3):
-        setup.account.record_placement(group(attempt), placement)
-    assert setup.metric("prompt_tokens_predicted_total") == 64
-    decisions = [
-        sample.value
-        for metric in setup.registry.collect()
-        for sample in metric.samples
-        if sample.name == "quire_router_decision_total" and sample.labels["role"] == "prefill"
-    ]
-    assert sum(decisions) == 3
-
-
 def test_expected_and_measured_times_are_of_the_same_request(setup: Setup) -> None:
     placement = setup.place()
     setup.now += 2.0
@@ -167,10 +149,10 @@ def test_only_the_first_attempt_is_charged_computed_tokens(setup: Setup) -> None
 
 def test_answers_that_were_lost_together_are_one_retry(setup: Setup) -> None:
     for answer in range(3):
-        setup.account.record_failure(group(0, answer), failure(grpc.StatusCode.ABORTED), 0, is_last=False)
+        setup.account.record_failure(group(0, answer), failure(grpc.StatusCode.ABORTED), is_last=False)
     assert setup.account.usage.retries == 1
-    setup.account.record_failure(group(1), failure(grpc.StatusCode.ABORTED), 0, is_last=False)
-    setup.account.record_failure(group(2), failure(grpc.StatusCode.ABORTED), 0, is_last=True)
+    setup.account.record_failure(group(1), failure(grpc.StatusCode.ABORTED), is_last=False)
+    setup.account.record_failure(group(2), failure(grpc.StatusCode.ABORTED), is_last=True)
     assert setup.account.usage.retries == 2, "the last failure leads to no attempt"
 
 
@@ -182,5 +164,5 @@ def test_the_log_warns_of_errors_that_are_not_the_clients(
     setup: Setup, code: grpc.StatusCode, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "quire.router")
-    setup.account.record_failure(group(), failure(code), 4, is_last=True)
+    setup.account.record_failure(group(), failure(code), is_last=True)
     assert [(each.message, each.levelno) for each in caplog.records] == [("attempt_failed", level)]
