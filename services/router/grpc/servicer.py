@@ -105,7 +105,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             )
         check_answer_size([generation])
         async with aclosing(self.generate(generation, tenant, deadline, headers)) as responses:
-            received = await all_of(responses, lambda response: response)
+            received = await all_of(responses)
         return await asyncio.to_thread(collected, received)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:

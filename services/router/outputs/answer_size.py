@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterable, Sequence
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
@@ -13,8 +12,6 @@ MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (64 << 10)
 """Maximum size of the answers in one message; the remaining 64 KiB are for the message's other fields."""
 TOKEN_BYTES, CANDIDATE_BYTES = 13, 10
 """Approximate bytes in a message of a token with its logprob, and of each top candidate listed with it."""
-
-T = TypeVar("T")
 
 
 def check_answer_size(generations: Sequence[pb.Generation]) -> None:
@@ -65,9 +62,7 @@ class PromptLogprobs:
             )
 
 
-async def all_of(
-    messages: AsyncIterable[T], response_of: Callable[[T], pb.GenerateStreamResponse]
-) -> list[T]:
+async def all_of(messages: AsyncIterable[pb.GenerateStreamResponse]) -> list[pb.GenerateStreamResponse]:
     """Return all messages of an answer; fail as soon as they are together too large for one message.
 
     Raises:
@@ -76,7 +71,7 @@ async def all_of(
     received, num_bytes = [], 0
     async for message in messages:
         received.append(message)
-        num_bytes += response_of(message).ByteSize()
+        num_bytes += message.ByteSize()
         if num_bytes > MAX_ANSWER_BYTES:
             raise _too_large(f"after {len(received)} messages the answer has {num_bytes} bytes")
     return received

@@ -19,7 +19,6 @@ from quire.services.router.http.openai.logprobs import TokenNames
 from quire.services.router.http.openai.sampling_fields import GenerationFields
 from quire.services.router.http.openai.usage import UsageCount
 from quire.services.router.http.shared.answers import AnswerWriter
-from quire.services.router.http.shared.streams import Tagged
 
 B = TypeVar("B", bound=GenerationFields)
 E = TypeVar("E", Completion, ChatCompletionChunk)
@@ -37,17 +36,19 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
         self._created = int(time.time())
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
-    async def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[E, None]:
+    async def events(
+        self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
+    ) -> AsyncGenerator[E, None]:
         """Yield the events of each message, and at the end the token counts if the client asked for them."""
         body, count = self.body, UsageCount()
         async with aclosing(messages):
-            async for at, response in messages:
+            async for response in messages:
                 count.add(response)
                 if response.prompt_logprobs:
                     async with self._turn:
-                        events = await asyncio.to_thread(self._events, at, response)
+                        events = await asyncio.to_thread(self._events, response)
                 else:
-                    events = self._events(at, response)
+                    events = self._events(response)
                 for event in events:
                     if body.includes_usage:
                         event.usage = count.so_far() if body.counts_on else None
@@ -57,13 +58,13 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
             last.usage = count.final(is_read_only=self.is_read_only)
             yield last
 
-    def whole(self, messages: Sequence[Tagged]) -> BaseModel:
+    def whole(self, messages: Sequence[pb.GenerateStreamResponse]) -> BaseModel:
         """Return the complete answer; this is slow if there are many logprobs."""
         count = UsageCount()
         by_prompt: dict[int, list[pb.GenerateStreamResponse]] = {}
-        for at, response in messages:
+        for response in messages:
             count.add(response)
-            by_prompt.setdefault(at, []).append(response)
+            by_prompt.setdefault(response.index // (self.body.n or 1), []).append(response)
         answers = [collected(by_prompt[at]) for at in sorted(by_prompt)]
         return self._whole(answers, count.final(is_read_only=self.is_read_only))
 
@@ -80,8 +81,8 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
         )
 
     @abstractmethod
-    def _events(self, at: int, response: pb.GenerateStreamResponse) -> list[E]:
-        """Return the events of a message of prompt number ``at``."""
+    def _events(self, response: pb.GenerateStreamResponse) -> list[E]:
+        """Return the events of a message."""
 
     @abstractmethod
     def _event(self, choices: list[Any]) -> E:

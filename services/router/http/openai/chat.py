@@ -85,7 +85,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
             names["format.json_schema"] = "tools"
         return [names]
 
-    def _events(self, at: int, response: pb.GenerateStreamResponse) -> list[ChatCompletionChunk]:
+    def _events(self, response: pb.GenerateStreamResponse) -> list[ChatCompletionChunk]:
         """Return an event for the message; the first event of each answer contains the role."""
         events, index = [], response.index
         if index not in self._readers:

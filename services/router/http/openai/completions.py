@@ -87,12 +87,12 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
         prompts = ["prompt"] if num_prompts == 1 else [f"prompt[{at}]" for at in range(num_prompts)]
         return [{**names, **dict.fromkeys(("text", "token_ids", "token_ids.ids"), each)} for each in prompts]
 
-    def _events(self, at: int, response: pb.GenerateStreamResponse) -> list[Completion]:
-        return [self._event([self._choice(at, response)])]
+    def _events(self, response: pb.GenerateStreamResponse) -> list[Completion]:
+        return [self._event([self._choice(response)])]
 
     def _whole(self, answers: Sequence[pb.GenerateResponse], usage: Usage) -> Completion:
         choices = []
-        for at, answer in enumerate(answers):
+        for answer in answers:
             for choice in answer.choices:
                 message = pb.GenerateStreamResponse(
                     index=choice.index,
@@ -103,7 +103,7 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
                     prompt_logprobs=answer.prompt_logprobs,
                     prompt_token_ids=answer.prompt_token_ids,
                 )
-                choices.append(self._choice(at, message))
+                choices.append(self._choice(message))
         completion = self._event(choices)
         completion.usage = usage
         return completion
@@ -117,13 +117,12 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
             choices=choices,
         )
 
-    def _choice(self, at: int, response: pb.GenerateStreamResponse) -> CompletionChoice:
-        body = self.body
-        index = at * (body.n or 1) + response.index
+    def _choice(self, response: pb.GenerateStreamResponse) -> CompletionChoice:
+        body, index = self.body, response.index
         text, token_ids, logprobs = response.text, list(response.token_ids), list(response.logprobs)
         if body.only_reads:
             text, token_ids, logprobs = "", [], []
-        prompt = self._prompt(at, response) if index not in self._started else None
+        prompt = self._prompt(response) if index not in self._started else None
         self._started.add(index)
         marked: list[pb.TokenLogprobs | None] = [*logprobs]
         all_ids = token_ids
@@ -155,8 +154,9 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
             )
         return self._text_offsets[index]
 
-    def _prompt(self, at: int, response: pb.GenerateStreamResponse) -> _Prompt:
+    def _prompt(self, response: pb.GenerateStreamResponse) -> _Prompt:
         """Return the description of a prompt from the first message of its stream."""
+        at = response.index // (self.body.n or 1)
         if at not in self._prompts:
             ids, text, offsets = list(response.prompt_token_ids), "", []
             if self.body.echo:

@@ -17,7 +17,7 @@ from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.shared.bodies import TENANT, read_body, request_id, response_in_thread
 from quire.services.router.http.shared.errors import HttpError
 from quire.services.router.http.shared.fields import AnswerFields
-from quire.services.router.http.shared.streams import Tagged, run, send_events
+from quire.services.router.http.shared.streams import run, send_events
 from quire.services.router.outputs.answer_size import PromptLogprobs, all_of, check_answer_size
 
 B = TypeVar("B", bound=AnswerFields)
@@ -53,11 +53,13 @@ class AnswerWriter(ABC, Generic[B]):
         """Return, for each prompt, the client's names of fields of ``quire.v1``, which errors use."""
 
     @abstractmethod
-    def events(self, messages: AsyncGenerator[Tagged, None]) -> AsyncGenerator[BaseModel, None]:
+    def events(
+        self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
+    ) -> AsyncGenerator[BaseModel, None]:
         """Yield the events of the messages; a ``TypedEvent`` is sent with its type as its name."""
 
     @abstractmethod
-    def whole(self, messages: Sequence[Tagged]) -> BaseModel:
+    def whole(self, messages: Sequence[pb.GenerateStreamResponse]) -> BaseModel:
         """Return the complete answer; this is slow if there are many logprobs."""
 
     def failed(self, error: HttpError) -> BaseModel:
@@ -84,7 +86,7 @@ def answering(
             return await send_events(request, writer.events(messages), writer.failed, writer.end_of_stream)
         check_answer_size(generations)
         async with aclosing(messages):
-            received = await all_of(messages, lambda message: message.response)
+            received = await all_of(messages)
         options = [each.response for each in generations]
         is_large = any(each.HasField("logprobs") or each.HasField("prompt_logprobs") for each in options)
         return await response_in_thread(lambda: writer.whole(received), turn if is_large else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import NamedTuple
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -38,13 +37,6 @@ class TypedEvent(BaseModel):
     type: str
 
 
-class Tagged(NamedTuple):
-    """A message, and the index ``at`` of the prompt in the request that it belongs to."""
-
-    at: int
-    response: pb.GenerateStreamResponse
-
-
 async def run(
     servicer: GenerationServicer,
     tenant: Tenant,
@@ -52,8 +44,10 @@ async def run(
     headers: Headers,
     names: Sequence[Mapping[str, str]],
     prompt_logprobs: PromptLogprobs | None = None,
-) -> AsyncGenerator[Tagged, None]:
+) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
     """Serve a tenant's prompts, several at a time, and yield their messages; the first error ends them all.
+
+    The answers of all prompts are numbered in one sequence: those of a prompt follow those of the last one.
 
     Args:
         names: for each prompt, the client's names of fields of ``quire.v1``; errors use these names.
@@ -62,29 +56,27 @@ async def run(
     Raises:
         ServiceError: one of the prompts cannot be served or cannot be completed.
     """
-    answers = [
-        servicer.generate(each, tenant, servicer.deadline(), headers, prompt_logprobs) for each in generations
-    ]
-    places = servicer.places(tenant, generations)
-    streams = [
-        _tagged(at, answer, places, sent)
-        for at, (answer, sent) in enumerate(zip(answers, names, strict=True))
-    ]
+    streams, first, places = [], 0, servicer.places(tenant, generations)
+    for each, sent in zip(generations, names, strict=True):
+        answers = servicer.generate(each, tenant, servicer.deadline(), headers, prompt_logprobs)
+        streams.append(_numbered(first, answers, places, sent))
+        first += max(1, each.sampling.n, each.sampling.beam.width)
     async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:
         async for message in messages:
             yield message
 
 
-async def _tagged(
-    at: int,
+async def _numbered(
+    first: int,
     responses: AsyncGenerator[pb.GenerateStreamResponse, None],
     places: asyncio.Semaphore,
     names: Mapping[str, str],
-) -> AsyncGenerator[Tagged, None]:
+) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
     async with places, aclosing(responses):
         try:
             async for response in responses:
-                yield Tagged(at, response)
+                response.index += first
+                yield response
         except InvalidArgument as error:
             raise error.renamed(names) from error
 

@@ -18,7 +18,7 @@ from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openai.answer_bodies import Text
 from quire.services.router.http.shared import streams
-from quire.services.router.http.shared.streams import Tagged, run, send_events
+from quire.services.router.http.shared.streams import run, send_events
 from quire.services.router.tenants.api_keys import Tenant
 
 WAIT_SECONDS = 5.0
@@ -160,7 +160,7 @@ class Servicer:
         finally:
             self.running.remove(generation.text)
 
-    def run(self, *texts: str) -> AsyncGenerator[Tagged, None]:
+    def run(self, *texts: str) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         generations = [pb.Generation(text=text) for text in texts]
         names = [{"text": f"prompt[{at}]"} for at in range(len(texts))]
         return run(cast(GenerationServicer, self), Tenant(), generations, [], names)
@@ -169,8 +169,8 @@ class Servicer:
 @pytest.mark.parametrize("texts", [("abc",), ("abc", "defgh", "i")])
 async def test_the_messages_of_each_prompt_keep_their_order(texts: tuple[str, ...]) -> None:
     found: dict[int, str] = dict.fromkeys(range(len(texts)), "")
-    async for at, response in Servicer().run(*texts):
-        found[at] += response.text
+    async for response in Servicer().run(*texts):
+        found[response.index] += response.text
     assert tuple(found.values()) == texts
 
 
