@@ -34,21 +34,21 @@ async def read_prompt(generation: pb.Generation, model: ServedModel) -> list[int
         InvalidArgument: the prompt is missing, empty, malformed or too long.
     """
     kind = generation.WhichOneof("prompt")
-    if kind == "text":
-        check_size(generation.text, "text")
-        prompt = await _encode_prompt(generation.text, model, "text", add_special_tokens=True)
-    elif kind == "chat":
-        text = await _rendered(generation.chat, model, "chat")
-        prompt = await _encode_prompt(text, model, "chat", add_special_tokens=False)
-    elif kind == "token_ids":
-        _check_length(len(generation.token_ids.ids), kind, model)
+    if kind == "token_ids":
+        if (num_tokens := len(generation.token_ids.ids)) >= model.max_model_len:
+            raise _too_long(kind, model, str(num_tokens))
         prompt = list(generation.token_ids.ids)
         check_token_ids(prompt, model, "token_ids.ids")
+    elif kind == "text":
+        check_size(generation.text, kind)
+        prompt = await _encode_prompt(generation.text, model, kind, add_special_tokens=True)
+    elif kind == "chat":
+        text = await _rendered(generation.chat, model, kind)
+        prompt = await _encode_prompt(text, model, kind, add_special_tokens=False)
     else:
         raise InvalidArgument("prompt", "must be set: text, token_ids or chat")
     if not prompt:
         raise InvalidArgument(kind, "must hold at least one token", reason="EMPTY_PROMPT")
-    _check_length(len(prompt), kind, model)
     return prompt
 
 
@@ -120,18 +120,12 @@ async def _encode_prompt(text: str, model: ServedModel, field: str, *, add_speci
     limit = model.max_model_len - 1
     most_bytes, num_bytes = model.tokenizer.most_bytes(limit), len(text.encode())
     if most_bytes is not None and num_bytes > most_bytes:
-        raise InvalidArgument(
-            field,
-            f"must hold at most {limit} tokens, one less than the model's length; got {num_bytes} bytes, and "
-            f"{limit} tokens have at most {most_bytes}",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-            metadata={"limit": str(limit)},
-        )
+        got = f"{num_bytes} bytes, and {limit} tokens have at most {most_bytes}"
+        raise _too_long(field, model, got)
     try:
         return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
     except TooManyTokensError as error:
-        _check_length(error.num_tokens, field, model)
-        raise
+        raise _too_long(field, model, str(error.num_tokens)) from error
 
 
 async def _rendered(chat: pb.Chat, model: ServedModel, field: str) -> str:
@@ -188,12 +182,11 @@ def _json(text: str, kind: type[T], field: str) -> T:
     return value
 
 
-def _check_length(num_tokens: int, field: str, model: ServedModel) -> None:
-    if num_tokens > model.max_model_len - 1:
-        raise InvalidArgument(
-            field,
-            f"must hold at most {model.max_model_len - 1} tokens, one less than the model's length; "
-            f"got {num_tokens}",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-            metadata={"limit": str(model.max_model_len - 1)},
-        )
+def _too_long(field: str, model: ServedModel, got: str) -> InvalidArgument:
+    limit = model.max_model_len - 1
+    return InvalidArgument(
+        field,
+        f"must hold at most {limit} tokens, one less than the model's length; got {got}",
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        metadata={"limit": str(limit)},
+    )
