@@ -166,14 +166,8 @@ class GenerationRun:
                 return
             try:
                 placement = await self._choice.choose(group, next_worker)
-                attempt = Attempt(
-                    cluster.workers,
-                    cluster.spawn,
-                    placement,
-                    group,
-                    self._sequence(group, placement),
-                    self._account,
-                )
+                sequence = self._sequence(group, placement)
+                attempt = Attempt(cluster.workers, cluster.spawn, placement, group, sequence, self._account)
                 running = attempt.outputs(cluster.followers, self._remaining_seconds)
                 async with aclosing(running) as outputs:
                     async for parts in outputs:
