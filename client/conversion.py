@@ -126,6 +126,7 @@ def to_completion(response: pb.GenerateResponse) -> Completion:
         usage=_to_usage(response.usage),
         request_id=response.request_id,
         prompt_logprobs=_to_logprobs(response.prompt_logprobs),
+        max_tokens=response.max_tokens if response.HasField("max_tokens") else None,
     )
 
 
@@ -155,6 +156,7 @@ def to_delta(response: pb.GenerateStreamResponse) -> Delta:
         prompt_logprobs=_to_logprobs(response.prompt_logprobs),
         index=response.index,
         score=response.score if response.HasField("score") else None,
+        max_tokens=response.max_tokens if response.HasField("max_tokens") else None,
     )
 
 

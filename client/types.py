@@ -161,6 +161,8 @@ class Completion:
     request_id: str
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Logprobs of each prompt token except the first, if asked for."""
+    max_tokens: int | None = None
+    """Most tokens of each answer, if the model's length leaves fewer than were asked for."""
 
     @property
     def text(self) -> str:
@@ -203,6 +205,8 @@ class Delta:
     """Index of the answer that this step belongs to."""
     score: float | None = None
     """Score of an answer of a beam search."""
+    max_tokens: int | None = None
+    """Most tokens of each answer, if the model leaves room for fewer than asked; only on the first delta."""
 
 
 @dataclass(frozen=True, slots=True)

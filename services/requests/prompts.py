@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ async def read_prompt(generation: pb.Generation, model: ServedModel) -> list[int
     kind = generation.WhichOneof("prompt")
     if kind == "token_ids":
         if (num_tokens := len(generation.token_ids.ids)) >= model.max_model_len:
-            raise _too_long(kind, model, str(num_tokens))
+            raise _too_long(kind, model, num_tokens)
         prompt = list(generation.token_ids.ids)
         check_token_ids(prompt, model, "token_ids.ids")
     elif kind == "text":
@@ -117,15 +118,13 @@ async def _encode(text: str, model: ServedModel, field: str, *, add_special_toke
 
 async def _encode_prompt(text: str, model: ServedModel, field: str, *, add_special_tokens: bool) -> list[int]:
     """Tokenize a prompt, unless its number of bytes already shows that it is too long."""
-    limit = model.max_model_len - 1
-    most_bytes, num_bytes = model.tokenizer.most_bytes(limit), len(text.encode())
-    if most_bytes is not None and num_bytes > most_bytes:
-        got = f"{num_bytes} bytes, and {limit} tokens have at most {most_bytes}"
-        raise _too_long(field, model, got)
+    limit, most_bytes = model.max_model_len - 1, model.tokenizer.most_bytes(1)
+    if most_bytes is not None and (least := math.ceil(len(text.encode()) / most_bytes)) > limit:
+        raise _too_long(field, model, least, "at least ")
     try:
         return await model.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=limit)
     except TooManyTokensError as error:
-        raise _too_long(field, model, str(error.num_tokens)) from error
+        raise _too_long(field, model, error.num_tokens) from error
 
 
 async def _rendered(chat: pb.Chat, model: ServedModel, field: str) -> str:
@@ -182,11 +181,12 @@ def _json(text: str, kind: type[T], field: str) -> T:
     return value
 
 
-def _too_long(field: str, model: ServedModel, got: str) -> InvalidArgument:
-    limit = model.max_model_len - 1
+def _too_long(field: str, model: ServedModel, num_tokens: int, least: str = "") -> InvalidArgument:
+    # Agents look for these words, and then shorten the conversation by themselves.
     return InvalidArgument(
         field,
-        f"must hold at most {limit} tokens, one less than the model's length; got {got}",
+        f"this model's maximum context length is {model.max_model_len} tokens, at least one of them for the "
+        f"answer; the prompt has {least}{num_tokens}",
         reason="CONTEXT_LENGTH_EXCEEDED",
-        metadata={"limit": str(limit)},
+        metadata={"limit": str(model.max_model_len - 1), "num_tokens": str(num_tokens)},
     )

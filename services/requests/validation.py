@@ -18,7 +18,7 @@ from quire.rpc.errors import (
 from quire.sampling.constraints import check_vocabulary, contradiction
 from quire.sampling.messages import format_from_proto, values_from_proto
 from quire.sampling.output_format import MAX_FORMAT_BYTES, OutputFormat
-from quire.sampling.parameter import Range, check_values
+from quire.sampling.parameter import check_values
 from quire.sampling.params import (
     MAX_SEQUENCES,
     MIN_BUDGET_BLOCKS,
@@ -56,6 +56,8 @@ class ValidRequest:
     response: ResponseOptions
     format: OutputFormat | None
     cache_salt: str
+    is_clamped: bool = False
+    """Whether the model's length leaves fewer tokens than the client allows an answer to have."""
     received: Sequence[pb.ReceivedAnswer] = ()
     """What the client has received of the answers in an earlier stream; each index at most once."""
 
@@ -80,8 +82,6 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     output_format = format_from_proto(generation.format)
     with parameters_checked():
         values = values_from_proto(SamplingParams, generation)
-        # The room for the answer is known only with the prompt.
-        max_tokens = values.pop("max_tokens", None)
         check_values(SamplingParams, values)
         response = ResponseOptions(**values_from_proto(ResponseOptions, generation))
     num_answers = values.get("n", 1)
@@ -92,7 +92,8 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     values["bad_words"] = await bad_words(generation.sampling, model.tokenizer, model.vocab_size)
     check_token_ids(generation.stopping.stop_token_ids, model, "stopping.stop_token_ids")
     prompt = await read_prompt(generation, model)
-    values["max_tokens"] = _max_tokens(max_tokens, model.max_model_len - len(prompt))
+    num_left = model.max_model_len - len(prompt)
+    values["max_tokens"] = min(values.get("max_tokens", num_left), num_left)
     num_best = num_answers if (response.best_of or 1) > num_answers else None
     values["n"] = response.best_of or num_answers
     if "seed" not in values:
@@ -114,6 +115,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         response=response,
         format=output_format,
         cache_salt=generation.cache_salt,
+        is_clamped=generation.stopping.max_tokens > num_left,
         received=generation.received,
     )
 
@@ -182,19 +184,6 @@ def answers_of(params: pb.SamplingParams) -> Answers:
         key=lambda asked: asked[0],
     )
     return Answers(min(max(number, 1), MAX_SEQUENCES), field)
-
-
-def _max_tokens(asked: int | None, num_left: int) -> int:
-    """Return the number of tokens that a request may have, of the ``num_left`` after its prompt."""
-    max_tokens = num_left if asked is None else asked
-    if max_tokens not in Range(1, num_left):
-        raise InvalidArgument(
-            "stopping.max_tokens",
-            f"must be from 1 to {num_left}, the model's length less the prompt's; got {max_tokens}",
-            reason="CONTEXT_LENGTH_EXCEEDED" if max_tokens > num_left else None,
-            metadata={"limit": str(num_left)},
-        )
-    return max_tokens
 
 
 def _check_contradictions(params: SamplingParams, generation: pb.Generation, model: ServedModel) -> None:

@@ -39,11 +39,14 @@ def generation_from_proto(request: Any) -> pb.Generation:
     """
     _refuse_what_is_not_served(request)
     params = request.sampling_params
+    stopping = _same_fields(params, pb.StoppingParams)
+    if "max_tokens" in stopping:
+        stopping["max_tokens"] = min(stopping["max_tokens"], _MAX_INT32)
     return pb.Generation(
         request_id=request.request_id,
         token_ids=pb.TokenIds(ids=request.tokenized.input_ids),
         sampling=_sampling(params),
-        stopping=pb.StoppingParams(**_same_fields(params, pb.StoppingParams), stop_strings=params.stop),
+        stopping=pb.StoppingParams(**stopping, stop_strings=params.stop),
         response=pb.ResponseOptions(
             logprobs=_num_logprobs(params, "logprobs"),
             prompt_logprobs=_num_logprobs(params, "prompt_logprobs"),
@@ -94,10 +97,8 @@ def _refuse_what_is_not_served(request: Any) -> None:
     for field, value in request.sampling_params.ListFields():
         if field.name not in _SERVED:
             raise InvalidArgument(f"sampling_params.{field.name}", "is not served")
-        if field.name in ("max_tokens", "min_tokens") and value > _MAX_INT32:
-            raise InvalidArgument(
-                f"sampling_params.{field.name}", f"must be at most {_MAX_INT32}; got {value}"
-            )
+        if field.name == "min_tokens" and value > _MAX_INT32:
+            raise InvalidArgument("sampling_params.min_tokens", f"must be at most {_MAX_INT32}; got {value}")
 
 
 def _sampling(params: Any) -> pb.SamplingParams:

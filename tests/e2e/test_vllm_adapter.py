@@ -249,7 +249,7 @@ async def test_bad_requests_name_the_field(engines: dict[str, Any]) -> None:
     assert "tokenized.input_ids: " in await refusal(decode, request([]))
     assert "tokenized.input_ids[0]" in await refusal(decode, request([1 << 20]))
     assert "sampling_params.top_p" in await refusal(decode, request([5], {"top_p": 2.0}))
-    assert "at most 511" in await refusal(decode, request([5] * 600))
+    assert "maximum context length is 512 tokens" in await refusal(decode, request([5] * 600))
     assert "JSON" in await refusal(decode, request([5], kv_transfer_params_json="{"))
     assert "input" in await refusal(decode, vllm.GenerateRequest(text="hello"))
 

@@ -131,6 +131,8 @@ class GenerationRun:
                     response.prompt_logprobs.extend(self._account.prompt_logprobs)
                     response.prompt_tokens = len(request.prompt_token_ids)
                     response.origin = self._cluster.model.origin
+                    if request.is_clamped:
+                        response.max_tokens = request.params.max_tokens
                     if request.response.prompt_token_ids:
                         response.prompt_token_ids.extend(request.prompt_token_ids)
                 num_finished += bool(response.finish_reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
@@ -14,7 +14,7 @@ from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
 from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import answers_of, validate
+from quire.services.requests.validation import ValidRequest, answers_of, validate
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import deadline_exceeded, no_decode_worker
 from quire.services.router.execution.generation import GenerationRun
@@ -103,7 +103,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             raise InvalidArgument(
                 "received", "must be empty but in GenerateStream, which sends only the rest"
             )
-        check_answer_size([generation])
+        check_answer_size([generation], (await self.joined_model(tenant)).max_model_len)
         async with aclosing(self.generate(generation, tenant, deadline, headers)) as responses:
             received = await all_of(responses)
         return await asyncio.to_thread(collected, received)
@@ -159,14 +159,14 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         tenant: Tenant,
         deadline: float,
         headers: Headers = (),
-        prompt_logprobs: PromptLogprobs | None = None,
+        checked: Callable[[ValidRequest], None] | None = None,
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Admit a tenant's request and yield the messages of its answers, for gRPC and HTTP alike.
 
         Args:
             deadline: a reading of the clock.
             headers: headers of the call, which may contain a trace id.
-            prompt_logprobs: adds up those of the prompts that are answered in one message; None: only these.
+            checked: is called once the request is validated; None: checks the size of its prompt logprobs.
 
         Raises:
             ServiceError: the request cannot be served or cannot be completed.
@@ -180,8 +180,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
-                num_logprobs = request.response.prompt_logprobs
-                (prompt_logprobs or PromptLogprobs()).add(len(request.prompt_token_ids), num_logprobs)
+                (checked or PromptLogprobs().add)(request)
                 await allowance.spend_prompt(request.num_input_tokens)
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(request.num_input_tokens)
@@ -273,6 +272,7 @@ def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResp
         request_id=first.request_id,
         prompt_logprobs=first.prompt_logprobs,
         prompt_token_ids=first.prompt_token_ids,
+        max_tokens=first.max_tokens if first.HasField("max_tokens") else None,
     )
 
 

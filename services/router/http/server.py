@@ -23,6 +23,7 @@ from quire.services.router.http.openapi import openapi_document
 from quire.services.router.http.routes import Route, routes
 from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
+    MAX_TOKENS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     TENANT,
@@ -175,13 +176,15 @@ def _application(
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the request id header, and a Server header that does not reveal aiohttp's and Python's versions.
+    """Set the headers of all answers; that of the server does not reveal aiohttp's and Python's versions.
 
     If a part of the body has not arrived yet, the connection ends with this answer.
     """
     # aiohttp itself refuses an Expect header that it does not know, before any middleware runs.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or first_request_id(request)
     response.headers["Server"] = SERVER
+    if MAX_TOKENS in request:
+        response.headers["X-Quire-Max-Tokens"] = str(request[MAX_TOKENS])
     if not request.content.is_eof():
         # Reading the rest of the body would cost more than a new connection.
         response.headers["Connection"] = "close"

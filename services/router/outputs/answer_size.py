@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Sequence
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.rpc.server import PUBLIC_MESSAGE_BYTES
+from quire.services.requests.validation import ValidRequest
 
 MAX_ANSWER_BYTES = PUBLIC_MESSAGE_BYTES - (64 << 10)
 """Maximum size of the answers in one message; the remaining 64 KiB are for the message's other fields."""
@@ -14,7 +15,7 @@ TOKEN_BYTES, CANDIDATE_BYTES = 13, 10
 """Approximate bytes in a message of a token with its logprob, and of each top candidate listed with it."""
 
 
-def check_answer_size(generations: Sequence[pb.Generation]) -> None:
+def check_answer_size(generations: Sequence[pb.Generation], max_model_len: int) -> None:
     """Refuse generations whose answers of maximum length would be too large for one message.
 
     Only logprobs can make an answer that large. If ``max_tokens`` is absent, nothing is refused here, because
@@ -27,7 +28,8 @@ def check_answer_size(generations: Sequence[pb.Generation]) -> None:
     for generation in generations:
         num_answers, options = max(generation.sampling.n, 1), generation.response
         if options.HasField("logprobs"):
-            num_bytes += num_answers * generation.stopping.max_tokens * _token_bytes(options.logprobs)
+            max_tokens = min(generation.stopping.max_tokens, max_model_len)
+            num_bytes += num_answers * max_tokens * _token_bytes(options.logprobs)
     if num_bytes > MAX_ANSWER_BYTES:
         raise _too_large(f"the tokens with logprobs take up to about {num_bytes} bytes")
 
@@ -42,15 +44,16 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self._num_tokens = 0
 
-    def add(self, num_tokens: int, num_logprobs: int | None) -> None:
-        """Add a prompt; this is done before the prompt is computed.
+    def add(self, request: ValidRequest) -> None:
+        """Add a request's prompt; this is done before the prompt is computed.
 
         Raises:
             InvalidArgument: the logprobs are too large; the error names the field.
         """
+        num_logprobs = request.response.prompt_logprobs
         if num_logprobs is None:
             return
-        self._num_tokens += num_tokens
+        self._num_tokens += len(request.prompt_token_ids)
         num_bytes = self._num_tokens * _token_bytes(num_logprobs)
         if num_bytes > MAX_ANSWER_BYTES:
             raise InvalidArgument(

@@ -52,7 +52,7 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (pb.Generation(), "prompt", "must be set"),
         (ids(), "token_ids", "at least one token"),
         (chat(), "chat.messages", "at least one message"),
-        (ids(*[2] * 64), "token_ids", "at most 63 tokens"),
+        (ids(*[2] * 64), "token_ids", "maximum context length is 64 tokens"),
         (ids(2, 320), "token_ids.ids[1]", "below 320; got 320"),
         (request(text="x" * (MAX_PROMPT_BYTES + 1)), "text", f"at most {MAX_PROMPT_BYTES} bytes"),
         (chat(("robot", "x")), "chat.messages[0].role", "got 'robot'"),
@@ -64,9 +64,9 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (chat_with(template_arguments=" " * (256 << 10) + "1"), "chat.template_arguments", "at most 262144"),
         (request(request_id="a b"), "request_id", "printable"),
         (request(request_id="x" * 129), "request_id", "128"),
-        (stopping(max_tokens=0), "stopping.max_tokens", "from 1 to"),
+        (stopping(max_tokens=0), "stopping.max_tokens", "at least 1; got 0"),
         (stopping(max_tokens=-1), "stopping.max_tokens", "got -1"),
-        (stopping(max_tokens=10**9), "stopping.max_tokens", "the model's length less the prompt's"),
+        (stopping(max_tokens=10**9, min_tokens=64), "stopping.min_tokens", "got 64"),
         (stopping(max_tokens=2, min_tokens=3), "stopping.min_tokens", "max_tokens = 2; got 3"),
         (stopping(min_tokens=-1), "stopping.min_tokens", "got -1"),
         (stopping(stop_strings=[""]), "stopping.stop_strings[0]", "from 1 to 256 characters"),
@@ -171,14 +171,30 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(
     text = "x" * (most_bytes + 1)
     generation = request(text=text) if kind == "text" else chat(("user", text))
     monkeypatch.setattr(Tokenizer, "encode", None)
-    with pytest.raises(InvalidArgument, match="at most 63 tokens") as caught:
+    with pytest.raises(InvalidArgument, match=r"the prompt has at least 6\d$") as caught:
         await validate(generation, model)
     assert (caught.value.field, caught.value.reason) == (kind, "CONTEXT_LENGTH_EXCEEDED")
 
 
 async def test_the_error_of_a_long_text_has_its_number_of_tokens(model: ServedModel) -> None:
-    with pytest.raises(InvalidArgument, match=r"at most 63 tokens.*got 101"):
+    with pytest.raises(
+        InvalidArgument, match=r"maximum context length is 64 tokens.* prompt has 101$"
+    ) as caught:
         await validate(request(text="x" * 100), model)
+    assert caught.value.metadata == {"field": "text", "limit": "63", "num_tokens": "101"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "is_clamped"), [(None, 54, False), (54, 54, False), (55, 54, True)]
+)
+async def test_more_tokens_than_the_models_length_leaves_are_not_refused(
+    model: ServedModel, asked: int | None, most: int, is_clamped: bool
+) -> None:
+    valid = await validate(
+        pb.Generation(token_ids=pb.TokenIds(ids=[2] * 10), stopping=pb.StoppingParams(max_tokens=asked)),
+        model,
+    )
+    assert (valid.params.max_tokens, valid.is_clamped) == (most, is_clamped)
 
 
 async def test_large_chats_are_rendered_in_a_thread(

@@ -10,6 +10,8 @@ import pytest
 from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
+from quire.sampling.params import ResponseOptions, SamplingParams
+from quire.services.requests.validation import ValidRequest
 from quire.services.router.outputs.answer_size import PromptLogprobs, check_answer_size
 
 LIMIT = "quire.services.router.outputs.answer_size.MAX_ANSWER_BYTES"
@@ -26,6 +28,19 @@ def generation(
     )
 
 
+def prompt(num_tokens: int, num_logprobs: int | None) -> ValidRequest:
+    return ValidRequest(
+        request_id="r",
+        prompt_field="token_ids",
+        prompt_token_ids=[5] * num_tokens,
+        params=SamplingParams(),
+        num_best=None,
+        response=ResponseOptions(prompt_logprobs=num_logprobs),
+        format=None,
+        cache_salt="",
+    )
+
+
 def refusal(error: grpc.aio.AioRpcError) -> InvalidRequest:
     refused = from_rpc_error(error)
     assert isinstance(refused, InvalidRequest)
@@ -35,21 +50,23 @@ def refusal(error: grpc.aio.AioRpcError) -> InvalidRequest:
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 100_000), (64, 4096)])
 def test_an_answer_that_can_become_too_large_is_refused(n: int, max_tokens: int) -> None:
     with pytest.raises(InvalidArgument, match="stream the answer") as caught:
-        check_answer_size([generation(), generation(n=n, max_tokens=max_tokens, logprobs=20)])
+        check_answer_size([generation(), generation(n=n, max_tokens=max_tokens, logprobs=20)], 1 << 20)
     assert (caught.value.field, caught.value.reason) == ("stopping.max_tokens", "ANSWER_TOO_LARGE")
-    check_answer_size([generation(n=n, max_tokens=max_tokens), generation(logprobs=20)])
+    check_answer_size([generation(n=n, max_tokens=max_tokens), generation(logprobs=20)], 1 << 20)
+    check_answer_size([generation(n=n, max_tokens=max_tokens, logprobs=20)], 1000)
 
 
 def test_the_estimate_holds() -> None:
     token = pb.TokenLogprobs(logprob=-1.5, top=[pb.CandidateLogprob(token_id=300, logprob=-1)] * 20)
     choice = pb.Choice(token_ids=[300] * 1000, logprobs=[token] * 1000)
     with pytest.raises(InvalidArgument) as caught:
-        check_answer_size([generation(max_tokens=100_000, logprobs=20)])
+        check_answer_size([generation(max_tokens=100_000, logprobs=20)], 1 << 20)
     estimate = int(caught.value.problem.split(" bytes")[0].rsplit(" ", 1)[1])
     assert 0.9 < estimate / (100 * choice.ByteSize()) < 1.1
 
 
-async def test_one_generation_of_a_batch_is_too_large(pair: Any) -> None:
+async def test_one_generation_of_a_batch_is_too_large(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIMIT, 10_000)
     stub = await pair.start()
     generations = [generation(max_tokens=2), generation(max_tokens=100_000, logprobs=20)]
     answers = {
@@ -89,16 +106,16 @@ async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
 
 def test_a_long_prompts_logprobs_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: those of 100000 tokens"):
-        PromptLogprobs().add(100_000, 20)
-    PromptLogprobs().add(100_000, None)
-    PromptLogprobs().add(10_000, 20)
+        PromptLogprobs().add(prompt(100_000, 20))
+    PromptLogprobs().add(prompt(100_000, None))
+    PromptLogprobs().add(prompt(10_000, 20))
 
 
 def test_the_logprobs_of_all_prompts_of_one_message_are_added_up() -> None:
     sizes = PromptLogprobs()
     for _ in range(2):
-        sizes.add(30_000, 20)
+        sizes.add(prompt(30_000, 20))
     with pytest.raises(InvalidArgument, match="those of 90000 tokens"):
-        sizes.add(30_000, 20)
+        sizes.add(prompt(30_000, 20))
     with pytest.raises(InvalidArgument, match="stream the answer"):
-        check_answer_size([generation(max_tokens=2000, logprobs=20)] * 64)
+        check_answer_size([generation(max_tokens=2000, logprobs=20)] * 64, 4096)

@@ -62,6 +62,25 @@ async def test_the_unary_call_returns_choices(pair: Any) -> None:
     assert whole.usage.completion_tokens == 2 * len(pair.script.answer)
 
 
+async def test_more_tokens_than_the_models_length_leaves_are_reported(pair: Any) -> None:
+    stub = await pair.start()
+    request = generation([5] * 60, n=2)
+    request.stopping.max_tokens = 1000
+    whole = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
+    assert (whole.max_tokens, {choice.finish_reason for choice in whole.choices}) == (
+        4,
+        {pb.FINISH_REASON_LENGTH},
+    )
+    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=request), timeout=10)
+    first, *others = [response async for response in call]
+    assert (first.max_tokens, any(each.HasField("max_tokens") for each in others)) == (4, False)
+    assert {call.sequence.stopping.max_tokens for call in calls(pair, "decode")} == {4}
+    request.stopping.max_tokens = 4
+    assert not (await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)).HasField(
+        "max_tokens"
+    )
+
+
 async def test_a_prompt_of_one_token_needs_no_prefill(pair: Any) -> None:
     responses = await stream(await pair.start(), [5], n=2)
     assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)

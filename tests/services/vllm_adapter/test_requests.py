@@ -81,6 +81,10 @@ def test_every_parameter_arrives() -> None:
     assert generation.response == pb.ResponseOptions(logprobs=0, prompt_logprobs=2, keep_special_tokens=True)
 
 
+def test_more_tokens_than_any_model_has_are_the_most_that_a_field_holds() -> None:
+    assert generation_from_proto(request({"max_tokens": (1 << 32) - 1})).stopping.max_tokens == (1 << 31) - 1
+
+
 @pytest.mark.parametrize(
     ("constraint", "expected"),
     [
@@ -111,7 +115,6 @@ def test_constraints_become_formats(constraint: dict[str, Any], expected: pb.Res
         (request(kv_transfer_params=vllm.KvTransferParams()), "kv_transfer_params"),
         (request({"truncate_prompt_tokens": 5}), "sampling_params.truncate_prompt_tokens"),
         (request({"structural_tag": "{}"}), "sampling_params.structural_tag"),
-        (request({"max_tokens": 1 << 31}), "sampling_params.max_tokens"),
         (request({"min_tokens": 1 << 31}), "sampling_params.min_tokens"),
         (request({"logprobs": -1}), "sampling_params.logprobs"),
         (request({"prompt_logprobs": -1}), "sampling_params.prompt_logprobs"),

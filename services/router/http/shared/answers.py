@@ -13,8 +13,15 @@ from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
 from quire.services.requests.served_model import ServedModel
+from quire.services.requests.validation import ValidRequest
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.http.shared.bodies import TENANT, read_body, request_id, response_in_thread
+from quire.services.router.http.shared.bodies import (
+    MAX_TOKENS,
+    TENANT,
+    read_body,
+    request_id,
+    response_in_thread,
+)
 from quire.services.router.http.shared.errors import HttpError
 from quire.services.router.http.shared.fields import AnswerFields
 from quire.services.router.http.shared.streams import run, send_events
@@ -78,13 +85,22 @@ def answering(
     async def answer(request: web.Request) -> web.StreamResponse:
         body, tenant = await read_body(request, body_type), request[TENANT]
         name = request_id(request, body.request_id)
-        writer = writer_type(body, await servicer.joined_model(tenant), name, turn)
-        generations, headers = writer.generations(), request.headers.items()
-        sizes = None if body.stream else PromptLogprobs()
-        messages = run(servicer, tenant, generations, headers, writer.names(), sizes)
+        model = await servicer.joined_model(tenant)
+        writer = writer_type(body, model, name, turn)
+        generations, headers, sizes = writer.generations(), request.headers.items(), PromptLogprobs()
+
+        def checked(valid: ValidRequest) -> None:
+            # The events of a stream have the logprobs of one prompt each.
+            (PromptLogprobs() if body.stream else sizes).add(valid)
+            if valid.is_clamped:
+                request[MAX_TOKENS] = min(
+                    valid.params.max_tokens, request.get(MAX_TOKENS, model.max_model_len)
+                )
+
+        messages = run(servicer, tenant, generations, headers, writer.names(), checked)
         if body.stream:
             return await send_events(request, writer.events(messages), writer.failed, writer.end_of_stream)
-        check_answer_size(generations)
+        check_answer_size(generations, model.max_model_len)
         async with aclosing(messages):
             received = await all_of(messages)
         options = [each.response for each in generations]

@@ -26,6 +26,9 @@ ADD_BYTES: web.RequestKey[AddBytes] = web.RequestKey("add_bytes")
 """Key under which a request stores the function that counts its bytes."""
 TENANT = web.RequestKey("tenant", Tenant)
 """Key under which handlers find the tenant of a request."""
+MAX_TOKENS = web.RequestKey("max_tokens", int)
+"""Key under which a request stores the most tokens of an answer, if the model leaves room for fewer than it
+asks for; of several prompts the smallest number."""
 TIMES = web.AppKey("times", HttpTimes)
 """Key under which the application stores the time limits for clients."""
 REQUEST_ID_HEADER = "X-Request-Id"

@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_raised
 from quire.rpc.errors import Internal, InvalidArgument, ServiceError
+from quire.services.requests.validation import ValidRequest
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.shared.errors import HttpError, from_service_error
 from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
-from quire.services.router.outputs.answer_size import PromptLogprobs
 from quire.services.router.outputs.merge import merged
 from quire.services.router.tenants.api_keys import Headers, Tenant
 from quire.services.server.log import get_logger
@@ -43,7 +43,7 @@ async def run(
     generations: Sequence[pb.Generation],
     headers: Headers,
     names: Sequence[Mapping[str, str]],
-    prompt_logprobs: PromptLogprobs | None = None,
+    checked: Callable[[ValidRequest], None] | None = None,
 ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
     """Serve a tenant's prompts, several at a time, and yield their messages; the first error ends them all.
 
@@ -51,14 +51,14 @@ async def run(
 
     Args:
         names: for each prompt, the client's names of fields of ``quire.v1``; errors use these names.
-        prompt_logprobs: adds up those of all prompts; None: each prompt is answered in its own message.
+        checked: is called for each prompt, as ``GenerationServicer.generate`` says.
 
     Raises:
         ServiceError: one of the prompts cannot be served or cannot be completed.
     """
     streams, first, places = [], 0, servicer.places(tenant, generations)
     for each, sent in zip(generations, names, strict=True):
-        answers = servicer.generate(each, tenant, servicer.deadline(), headers, prompt_logprobs)
+        answers = servicer.generate(each, tenant, servicer.deadline(), headers, checked)
         streams.append(_numbered(first, answers, places, sent))
         first += max(1, each.sampling.n, each.sampling.beam.width)
     async with aclosing(merged(streams) if len(streams) > 1 else streams[0]) as messages:

@@ -50,6 +50,34 @@ async def test_sixteen_tokens_are_the_default_of_completions_only(client: AsyncO
     assert {call.stopping.max_tokens for call in calls} == {16, min(left)}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("asked", "most"), [(2, None), (50, "2")])
+async def test_a_completion_with_too_many_tokens_ends_at_the_models_length(
+    client: AsyncOpenAI, stream: bool, asked: int, most: str | None
+) -> None:
+    create: Any = client.completions.with_raw_response.create
+    raw = await create(model="tiny", prompt=[5] * 62, max_tokens=asked, stream=stream)
+    answer = raw.parse()
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert raw.headers.get("x-quire-max-tokens") == most
+
+
+async def test_the_header_has_the_smallest_room_of_several_prompts(client: AsyncOpenAI) -> None:
+    prompts = [[5] * 60, [5] * 61, [5]]
+    raw = await client.completions.with_raw_response.create(model="tiny", prompt=prompts, max_tokens=50)
+    assert raw.headers["x-quire-max-tokens"] == "3"
+
+
+async def test_a_chat_with_too_many_tokens_ends_at_the_models_length(client: AsyncOpenAI, pair: Any) -> None:
+    pair.script.answer = [5] * 70
+    create: Any = client.chat.completions.with_raw_response.create
+    raw = await create(model="tiny", messages=MESSAGES, max_completion_tokens=32000)
+    answer = raw.parse()
+    assert (answer.choices[0].finish_reason, answer.usage.total_tokens) == ("length", 64)
+    assert raw.headers["x-quire-max-tokens"] == str(answer.usage.completion_tokens)
+
+
 async def test_a_chat(client: AsyncOpenAI) -> None:
     completion = await client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=2, logprobs=True, seed=-1, user="someone"
@@ -178,9 +206,9 @@ async def test_errors_are_the_clients_types(client: AsyncOpenAI, pair: Any) -> N
     with pytest.raises(openai.NotFoundError) as missing:
         await client.completions.create(model="other", prompt="x")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as long:
-        await client.completions.create(model="tiny", prompt="x", max_tokens=100)
-    assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens") as long:
+        await client.completions.create(model="tiny", prompt="x" * 100)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_raised(
