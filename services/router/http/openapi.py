@@ -52,7 +52,10 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schema["$defs"],
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -77,7 +80,7 @@ def _operation(route: Route) -> dict[str, Any]:
         content = {"application/json": {"schema": _ref(route.body)}}
         operation["requestBody"] = {"required": True, "content": content}
     if not route.is_open:
-        operation["security"] = [{}, {"bearer": []}]
+        operation["security"] = [{}, {"bearer": []}, {"key": []}]
     return operation
 
 

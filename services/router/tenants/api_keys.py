@@ -22,6 +22,7 @@ KEY_PREFIX = "quire-"
 KEY_BYTES = 32
 NAME_RULE = "has from 1 to 64 letters, digits, '_', '-' and '.'"
 RELOAD_SECONDS = 1.0
+_HEADER = "authorization: Bearer <key>, or x-api-key: <key>"
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -99,9 +100,9 @@ class ApiKeys:
         self._tenants = read_keys(path)
 
     def authenticate(self, headers: Headers) -> Tenant:
-        """Return the tenant of the bearer's key; see ``Authenticator``."""
+        """Return the tenant of the key in the headers; see ``Authenticator``."""
         # The time of the look-up can reveal bits of the hash, but never of the key.
-        digest = hashlib.sha256(_bearer_token(headers).encode()).digest()
+        digest = hashlib.sha256(_key(headers).encode()).digest()
         tenant = self._tenants.get(digest)
         if tenant is None:
             raise Unauthenticated("the API key is not known here", reason="UNKNOWN_API_KEY")
@@ -214,15 +215,16 @@ def _parse(words: list[str]) -> tuple[bytes, Tenant]:
     return bytes.fromhex(match[1]), Tenant(name, **limits)
 
 
-def _bearer_token(headers: Headers) -> str:
-    values = [value for name, value in headers if name.lower() == "authorization"]
+def _key(headers: Headers) -> str:
+    """Return the key in the header ``authorization`` or, if there is none, in ``x-api-key``."""
+    sent = [(name.lower(), str(value)) for name, value in headers]
+    values = [value for name, value in sent if name == "authorization"]
+    values = values or [f"Bearer {value}" for name, value in sent if name == "x-api-key"]
     if not values:
-        raise Unauthenticated("an API key is needed: send authorization: Bearer <key>", reason="NO_API_KEY")
-    scheme, _, token = str(values[0]).partition(" ")
+        raise Unauthenticated(f"an API key is needed: send {_HEADER}", reason="NO_API_KEY")
+    scheme, _, token = values[0].partition(" ")
     if len(values) > 1 or scheme.lower() != "bearer" or not token:
-        raise Unauthenticated(
-            "send one authorization header of the form Bearer <key>", reason="MALFORMED_AUTHORIZATION"
-        )
+        raise Unauthenticated(f"send one header: {_HEADER}", reason="MALFORMED_AUTHORIZATION")
     return token.strip()
 
 

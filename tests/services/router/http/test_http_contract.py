@@ -453,6 +453,7 @@ async def test_the_headers_authorize_a_call(pair: Any, tmp_path: Path) -> None:
         assert (status, body["error"]["code"]) == (401, "no_api_key")
         assert (await http.get("/v1/models")).headers["WWW-Authenticate"] == "Bearer"
         assert (await http.get("/metrics")).status == 401
+        assert (await http.get("/metrics", headers={"X-Api-Key": key.key})).status == 200
         headers = {"Authorization": f"Bearer {key.key}"}
         assert (await http.get("/metrics", headers=headers)).status == 200
         # Waits until the workers have joined, which readiness does not.

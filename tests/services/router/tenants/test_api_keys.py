@@ -33,6 +33,13 @@ def test_the_line_of_a_new_key_is_enough_to_know_it(tmp_path: Path) -> None:
     assert len({new_key(tenant).key for _ in range(100)}) == 100
 
 
+def test_a_key_may_have_the_header_of_anthropics_clients(tmp_path: Path) -> None:
+    made = new_key(Tenant("acme"))
+    keys = ApiKeys(write(tmp_path / "keys", made.line))
+    assert keys.authenticate([("X-Api-Key", made.key)]) == Tenant("acme")
+    assert keys.authenticate([("x-api-key", "other"), *bearer(made.key)]) == Tenant("acme")
+
+
 def test_without_a_file_no_key_is_needed() -> None:
     assert NoKeys().authenticate([]) == Tenant("")
 
@@ -46,6 +53,10 @@ def test_without_a_file_no_key_is_needed() -> None:
         ([("authorization", "Bearer a"), ("authorization", "Bearer a")], "MALFORMED_AUTHORIZATION"),
         ([("authorization", "Bearer quire-wrong")], "UNKNOWN_API_KEY"),
         ([("authorization", b"\xff\x00")], "MALFORMED_AUTHORIZATION"),
+        ([("x-api-key", "quire-wrong")], "UNKNOWN_API_KEY"),
+        ([("x-api-key", "")], "MALFORMED_AUTHORIZATION"),
+        ([("x-api-key", "a"), ("x-api-key", "a")], "MALFORMED_AUTHORIZATION"),
+        ([("authorization", "Basic abc"), ("x-api-key", "a")], "MALFORMED_AUTHORIZATION"),
     ],
 )
 def test_headers_that_prove_no_tenant(
