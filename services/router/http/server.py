@@ -183,6 +183,9 @@ async def _name_answer(request: web.Request, response: web.StreamResponse) -> No
     # aiohttp itself refuses an Expect header that it does not know, before any middleware runs.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or first_request_id(request)
     response.headers["Server"] = SERVER
+    if _is_anthropic(request):
+        # Anthropic's clients read this one.
+        response.headers["Request-Id"] = response.headers[REQUEST_ID_HEADER]
     if MAX_TOKENS in request:
         response.headers["X-Quire-Max-Tokens"] = str(request[MAX_TOKENS])
     if not request.content.is_eof():

@@ -1,10 +1,11 @@
-"""Builds errors in the form that OpenAI's clients read: a status, a type, the field and a code."""
+"""Builds errors in the forms that OpenAI's and Anthropic's clients read."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import grpc
@@ -31,6 +32,7 @@ _TYPES: Mapping[int, str] = {
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -54,9 +56,11 @@ _FIELDS: Mapping[str, str] = {
 _FIELD_OF_QUIRE = re.compile(r"\b(?:sampling|stopping|response|format)(?:\.[a-z_]+)+")
 ANTHROPIC_PATH = "/v1/messages"
 """Path of Anthropic's API. quire does not serve it, and says so in a form that Anthropic's clients read."""
-# Reasons of requests that would fail again: OpenAI's clients repeat a 500 unless they are told not to.
+# Reasons of requests that would fail again: both clients repeat a 500 unless they are told not to.
 _FINAL = frozenset({REQUEST_FAILED.lower(), SUSPECTED.lower()})
 _MAX_FIELD_CHARS = 100
+MAX_RETRY_AFTER_SECONDS = 120.0
+"""OpenAI's clients do not try again if they are told to wait longer; Anthropic's would wait all the time."""
 _Place = tuple[int | str, ...]
 """Names of members and indices in lists that lead from the body to a value."""
 
@@ -92,7 +96,7 @@ class AnthropicErrorDetail(BaseModel):
 
 
 class AnthropicErrorBody(BaseModel):
-    """The body of an error response to a client that expects Anthropic's API."""
+    """An error for a client that expects Anthropic's API; in a stream its name is its type."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -100,11 +104,18 @@ class AnthropicErrorBody(BaseModel):
 
 
 class HttpError(NamedTuple):
-    """An error response: its status, its body, and the time after which a retry makes sense."""
+    """An error response.
+
+    Attributes:
+        body: the body in OpenAI's form.
+        retry_after_seconds: time after which a retry makes sense.
+        metadata: limits and values, by name.
+    """
 
     status: int
     body: ErrorBody
     retry_after_seconds: float | None = None
+    metadata: Mapping[str, str] = MappingProxyType({})
 
     @property
     def headers(self) -> dict[str, str]:
@@ -118,10 +129,8 @@ class HttpError(NamedTuple):
             return {"X-Should-Retry": "false"}
         if self.retry_after_seconds is None:
             return {}
-        return {
-            "Retry-After": str(math.ceil(self.retry_after_seconds)),
-            "Retry-After-Ms": str(round(self.retry_after_seconds * 1000)),
-        }
+        seconds = min(self.retry_after_seconds, MAX_RETRY_AFTER_SECONDS)
+        return {"Retry-After": str(math.ceil(seconds)), "Retry-After-Ms": str(round(seconds * 1000))}
 
 
 def http_error(status: int, message: str, *, param: str | None = None, code: str | None = None) -> HttpError:
@@ -131,10 +140,13 @@ def http_error(status: int, message: str, *, param: str | None = None, code: str
 
 
 def in_anthropic_form(error: HttpError, request_id: str) -> AnthropicErrorBody:
-    """Return the body of an error response under ``ANTHROPIC_PATH``."""
-    detail = error.body.error
+    """Return an error under ``ANTHROPIC_PATH``: the body of its response, or the last event of a stream."""
+    detail, message = error.body.error, error.body.error.message
+    if "num_tokens" in error.metadata:
+        # Claude Code looks for these words, and then shortens the conversation by itself.
+        message = "prompt is too long: {num_tokens} tokens > {limit} maximum".format_map(error.metadata)
     kind = "api_error" if detail.type == "server_error" else detail.type
-    written = AnthropicErrorDetail(type=kind, message=detail.message)
+    written = AnthropicErrorDetail(type=kind, message=message)
     return AnthropicErrorBody(type="error", error=written, request_id=request_id)
 
 
@@ -147,7 +159,7 @@ def from_service_error(error: ServiceError) -> HttpError:
         message = f"{param}: {problem}"
     status = _STATUS.get(error.code, 500)
     return http_error(status, message, param=param, code=error.reason.lower())._replace(
-        retry_after_seconds=error.retry_after_seconds
+        retry_after_seconds=error.retry_after_seconds, metadata=error.metadata
     )
 
 

@@ -14,7 +14,7 @@ from quire.rpc.ended_calls import end_raised
 from quire.rpc.errors import Internal, InvalidArgument, ServiceError
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.http.shared.errors import HttpError, from_service_error
+from quire.services.router.http.shared.errors import AnthropicErrorBody, HttpError, from_service_error
 from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
 from quire.services.router.outputs.merge import merged
 from quire.services.router.tenants.api_keys import Headers, Tenant
@@ -35,6 +35,9 @@ class TypedEvent(BaseModel):
     """An event whose type is also its name on the ``event:`` line."""
 
     type: str
+
+
+_NAMED = TypedEvent, AnthropicErrorBody
 
 
 async def run(
@@ -140,7 +143,7 @@ async def _send(
 
 
 def _framed(event: BaseModel, encoded: bytes) -> bytes:
-    name = b"event: " + event.type.encode() + b"\n" if isinstance(event, TypedEvent) else b""
+    name = b"event: " + event.type.encode() + b"\n" if isinstance(event, _NAMED) else b""
     return name + b"data: " + encoded + b"\n\n"
 
 
