@@ -19,7 +19,7 @@ from quire.services.worker.config import WorkerConfig
 SPECULATION = ("speculation", "num_speculative_tokens")
 """Settings of decode workers only; a prefill worker samples one token of a request."""
 
-SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_ca", "otlp_endpoint")
+SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_ca")
 """Settings that the router and the workers of a local stack have in common."""
 
 STACK_WORKER = OptionRules(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,9 @@ def _redis_problem(url: str) -> str | None:
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
     """Settings of a service, a router or a worker.
+
+    Attributes:
+        otlp_endpoint: collector of traces by OTLP/gRPC, by default that of OpenTelemetry's own variable.
 
     Raises:
         ValueError: settings are out of range or contradict each other.
@@ -67,11 +71,8 @@ class ServiceConfig:
     cluster_ca: Path | None = setting(
         None, "--cluster-ca", "Authority of the cluster's certificates, and of nothing else.", Panel.SECURITY
     )
-    otlp_endpoint: str | None = setting(
-        None,
-        "--otlp-endpoint",
-        "Send traces there by OTLP/gRPC, as http://host:4317; needs the extra 'tracing'.",
-        Panel.OBSERVABILITY,
+    otlp_endpoint: str | None = field(
+        default_factory=lambda: os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
     )
     grace_seconds: float = setting(
         # Less than the 30 s after which Kubernetes kills a process.

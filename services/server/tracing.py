@@ -82,7 +82,7 @@ async def open_tracer(
         from quire.services.server.otel_tracing import otlp_tracer
     except ImportError as error:
         raise MissingTracingError(
-            "--otlp-endpoint needs the extra 'tracing': in quire's clone, run "
+            "OTEL_EXPORTER_OTLP_ENDPOINT needs the extra 'tracing': in quire's clone, run "
             f".venv/bin/pip install -e '.[tracing]' ({error})"
         ) from error
     async with otlp_tracer(endpoint, service=service, instance=instance, clock=clock) as tracer:

@@ -55,9 +55,13 @@ def test_a_flag_beats_the_environment_which_beats_the_default(
     assert [config.port for config in router_configs] == [8500, 7000, 7001]
 
 
-def test_targets_and_traces_reach_the_router(quire: Quire, router_configs: list[RouterConfig]) -> None:
+def test_targets_and_traces_reach_the_router(
+    quire: Quire, router_configs: list[RouterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     quire("router")
-    quire("router", "--slo-ttft-ms", "250", "--slo-tpot-ms", "40", "--otlp-endpoint", "http://c:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4317")
+    quire("router", "--slo-ttft-ms", "250", "--slo-tpot-ms", "40")
     default, given = router_configs
     assert (default.slo.ttft_seconds, default.slo.tpot_seconds, default.otlp_endpoint) == (1.0, 0.1, None)
     assert (given.slo.ttft_seconds, given.slo.tpot_seconds) == (0.25, 0.04)

@@ -31,8 +31,9 @@ NOT_FLAGS = {
         "lease_ttl_seconds",
         "max_step_seconds",
         "notice_seconds",
+        "otlp_endpoint",
     },
-    RouterConfig: {"http_times", "launcher_address", "poll_seconds", "silent_seconds"},
+    RouterConfig: {"http_times", "launcher_address", "otlp_endpoint", "poll_seconds", "silent_seconds"},
     LocalStackConfig: {"redis_url", "router", "worker", "log_level"},
 }
 
