@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from quire.sampling.params import EarlyStopping
@@ -220,3 +220,5 @@ class ModelInfo:
     block_size: int
     num_prefill_workers: int
     num_decode_workers: int
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """The model's own defaults of sampling parameters, and of ``max_tokens``."""

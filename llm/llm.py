@@ -30,6 +30,7 @@ from quire.llm.params import BeamSearchParams, SamplingParams
 from quire.llm.request import EncodedPrompt, Request, TextOptions
 from quire.llm.structured import StructuredOutputsParams
 from quire.sampling.constraints import contradiction
+from quire.sampling.model_defaults import sampling_defaults
 from quire.sampling.params import SamplingParams as EngineSamplingParams
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import Tokenizer, load_model_files
@@ -65,6 +66,7 @@ class LLM:
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)
+        self._folder = files.folder
         self._ranks = start_ranks(config, device)
         try:
             self._engine: Engine | None = _make_engine(config, device, self._ranks)
@@ -130,6 +132,14 @@ class LLM:
             num_used_blocks=counts.used,
         )
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters with the defaults of the model's ``generation_config.json``.
+
+        Raises:
+            ModelFileError: the file is damaged, or a value can never be served.
+        """
+        return SamplingParams(**sampling_defaults(self._folder))
+
     # --- what it does -------------------------------------------------------------------------------------
 
     def generate(
@@ -141,7 +151,8 @@ class LLM:
         """Answer prompts; return one output for each, in their order.
 
         Args:
-            sampling_params: one object for all prompts, or one for each; None means ``SamplingParams()``.
+            sampling_params: one object for all prompts, or one for each; None means
+                ``get_default_sampling_params()``.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -210,7 +221,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         requests = []
-        given = SamplingParams() if params is None else params
+        given = self.get_default_sampling_params() if params is None else params
         for at, (prompt, each) in enumerate(_paired(prompts, given)):
             for name, token_ids in each.named_token_ids.items():
                 self._check_token_ids(f"sampling_params[{at}].{name}", token_ids)

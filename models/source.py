@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-CONFIGURATION_FILES = ("config.json", "generation_config.json")
+GENERATION_CONFIG = "generation_config.json"
+CONFIGURATION_FILES = ("config.json", GENERATION_CONFIG)
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -27,7 +27,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "models": set(),
     "llm": {"engine", "kvindex", "models", "sampling", "tokenization"},
     "routing": {"settings"},
-    "sampling": {"protos"},
+    "sampling": {"models", "protos"},
     "observability": {"client", "engine", "kvindex", "kvtransfer", "protos", "rpc", "services"},
     "services": {
         "engine",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from quire.models.file_checks import damaged, read_object
-from quire.models.source import TOKENIZER_FILES, find_model
+from quire.models.source import GENERATION_CONFIG, TOKENIZER_FILES, find_model
 from quire.tokenization.text_bound import most_bytes_of_a_token
 
 INLINE_ENCODE_CHARS = 2048
@@ -45,7 +45,7 @@ class TooManyTokensError(ValueError):
 
 
 class ModelFiles(NamedTuple):
-    """The files of a model that say how to read and write its text."""
+    """The files of a model that say how to read and write its text, and how its authors sample it."""
 
     folder: Path
     config: dict[str, Any]
@@ -60,7 +60,7 @@ def load_model_files(source: str) -> ModelFiles:
         ModelFileError: ``tokenizer_config.json`` is damaged.
         OSError: there is no such model.
     """
-    folder = find_model(source, TOKENIZER_FILES)
+    folder = find_model(source, (*TOKENIZER_FILES, GENERATION_CONFIG))
     if not (folder / "tokenizer.json").is_file():
         raise MissingTokenizerError(
             f"{source} has no tokenizer.json: save one with AutoTokenizer.save_pretrained"

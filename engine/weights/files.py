@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from quire.models.file_checks import ModelFileError, damaged, read_object
+from quire.models.source import GENERATION_CONFIG
 
 
 def check_weights_and_configuration(folder: Path) -> None:
@@ -17,7 +18,7 @@ def check_weights_and_configuration(folder: Path) -> None:
     """
     if not isinstance(read_object(folder / "config.json").get("model_type"), str):
         raise damaged(folder / "config.json", "names no model_type")
-    if (generation := folder / "generation_config.json").exists():
+    if (generation := folder / GENERATION_CONFIG).exists():
         read_object(generation)
     if not any(folder.glob("*.safetensors")):
         raise ModelFileError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.engine.kv_cache.memory import dtype_name
@@ -25,7 +25,8 @@ from quire.engine.weights.digest import model_digest
 from quire.engine.weights.files import check_weights_and_configuration
 from quire.engine.weights.sliced_weights import digest_of_whole, load_slices
 from quire.kvindex.kv_layout import KvShape
-from quire.models.source import find_model
+from quire.models.file_checks import read_object
+from quire.models.source import GENERATION_CONFIG, find_model
 from quire.settings.setting import SettingError
 
 UNLIMITED = 1 << 20
@@ -267,9 +268,10 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    has_generation_config = (folder / "generation_config.json").exists()
-    source = GenerationConfig.from_pretrained(folder) if has_generation_config else config
-    eos = source.eos_token_id if source.eos_token_id is not None else getattr(config, "eos_token_id", None)
+    path = folder / GENERATION_CONFIG
+    eos = read_object(path).get("eos_token_id") if path.exists() else None
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])

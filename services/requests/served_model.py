@@ -10,6 +10,7 @@ from typing import Any
 from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
+from quire.sampling.model_defaults import GenerationConfig, sampling_defaults
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import MissingTokenizerError, Tokenizer, load_model_files
 
@@ -32,31 +33,39 @@ class ServedModel:
     chat_template: ChatTemplate | None
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     """Contents of ``tokenizer_config.json``."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that apply where a request sets none."""
 
     @property
     def origin(self) -> str:
         """Text that identifies the model and how it is computed; an answer may continue where it is equal."""
-        return blake2b(self.cache_descriptor, digest_size=8).hexdigest()
+        defaults = repr(sorted(self.sampling_defaults.items())) if self.sampling_defaults else ""
+        return blake2b(self.cache_descriptor + defaults.encode(), digest_size=8).hexdigest()
 
 
 def load_served_model(
-    info: worker_pb2.GetWorkerInfoResponse, *, source: str | None = None, name: str | None = None
+    info: worker_pb2.GetWorkerInfoResponse,
+    *,
+    source: str | None = None,
+    name: str | None = None,
+    generation_config: GenerationConfig = "auto",
 ) -> ServedModel:
-    """Load the tokenizer and the chat template of a worker's model, and return them with its limits.
+    """Load the text files of a worker's model, and return what they say with its limits.
 
     Args:
         source: folder or hub id of the model's files; None: the path that the worker names.
         name: name of the model for clients; None: the worker's name.
 
     Raises:
-        BadFileError: the model has no ``tokenizer.json``, or a file of its tokenizer or template is damaged.
+        BadFileError: the model has no ``tokenizer.json``, or one of these files is damaged.
         OSError: there is no such model, or the hub cannot be reached.
     """
     try:
         files = load_model_files(source or info.model_path)
         tokenizer, chat_template = Tokenizer.load(files.folder), ChatTemplate.load(files)
+        defaults = sampling_defaults(files.folder) if generation_config == "auto" else {}
     except (ModelFileError, MissingTokenizerError) as error:
-        raise BadFileError(f"cannot load the tokenizer of {source or info.model_path}: {error}") from error
+        raise BadFileError(f"cannot load the files of {source or info.model_path}: {error}") from error
     return ServedModel(
         name=name or info.model,
         max_model_len=info.max_model_len,
@@ -67,4 +76,5 @@ def load_served_model(
         tokenizer=tokenizer,
         chat_template=chat_template,
         tokenizer_config=files.config,
+        sampling_defaults=defaults,
     )

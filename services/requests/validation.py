@@ -81,7 +81,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     check_at_most(MAX_CACHE_SALT_CHARS, len(generation.cache_salt), "cache_salt", "characters")
     output_format = format_from_proto(generation.format)
     with parameters_checked():
-        values = values_from_proto(SamplingParams, generation)
+        values = {**model.sampling_defaults, **values_from_proto(SamplingParams, generation)}
         check_values(SamplingParams, values)
         response = ResponseOptions(**values_from_proto(ResponseOptions, generation))
     num_answers = values.get("n", 1)
@@ -136,7 +136,7 @@ def check_model(name: str, model: ServedModel) -> None:
 
 def _check_for_model(values: Mapping[str, Any], generation: pb.Generation, model: ServedModel) -> None:
     """Check what depends on the model; the workers check a KV budget also against the model's windows."""
-    top_k, budget = values.get("top_k", 0), values.get("kv_budget_tokens")
+    top_k, budget = generation.sampling.top_k, values.get("kv_budget_tokens")
     if top_k > model.vocab_size:
         raise InvalidArgument("sampling.top_k", f"must be from 0 (off) to {model.vocab_size}; got {top_k}")
     num_allowed, least = len(generation.sampling.allowed_token_ids), MIN_BUDGET_BLOCKS * model.block_size

@@ -256,7 +256,11 @@ async def _cluster(
 ) -> Cluster:
     """Load the tokenizer of the model that a worker describes, and set up the placement of requests."""
     model = await asyncio.to_thread(
-        load_served_model, info, source=config.model, name=config.served_model_name
+        load_served_model,
+        info,
+        source=config.model,
+        name=config.served_model_name,
+        generation_config=config.generation_config,
     )
     layout = layout_from_proto(info.layout)
     blocks = Blocks(layout.block_size, layout.block_bytes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.kvindex.worker_record import POLL_SECONDS
 from quire.routing.placement import PolicyConfig
+from quire.sampling.model_defaults import GenerationConfig
 from quire.services.server.config import ServiceConfig
 from quire.settings.setting import MAX_PORT, Panel, check_settings, is_address, setting
 
@@ -136,6 +137,12 @@ class RouterConfig(ServiceConfig):
     )
     model: str | None = setting(
         None, "--model", "Folder or hub id of tokenizer and template; by default the workers'.", Panel.MODEL
+    )
+    generation_config: GenerationConfig = setting(
+        "auto",
+        "--generation-config",
+        "Whether requests get the sampling defaults of the model's generation_config.json.",
+        Panel.MODEL,
     )
     max_requests: int = setting(
         1024,

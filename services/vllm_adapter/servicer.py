@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
 from typing import Any
@@ -84,7 +85,9 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         self._parts = parts
         self._identity = parts.identity
         self._state = parts.state
-        self._model = model
+        # A gateway applies the defaults itself.
+        self._model = replace(model, sampling_defaults={})
+        self._defaults = json.dumps(dict(model.sampling_defaults)) if model.sampling_defaults else ""
         self._max_num_seqs = max_num_seqs
         self._trust = trust
         self._start = time.monotonic()
@@ -213,6 +216,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             architectures=config.get("architectures"),
             bos_token_id=config.get("bos_token_id"),
             pad_token_id=config.get("pad_token_id"),
+            default_sampling_params_json=self._defaults,
         )
 
     async def GetServerInfo(

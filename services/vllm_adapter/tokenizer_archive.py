@@ -10,9 +10,9 @@ from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
 
-from quire.models.source import TOKENIZER_FILES
+from quire.models.source import CONFIGURATION_FILES, TOKENIZER_FILES
 
-FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json")
+FILES = (*TOKENIZER_FILES, *CONFIGURATION_FILES)
 PIECE_BYTES = 64 << 10
 
 

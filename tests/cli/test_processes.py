@@ -351,7 +351,7 @@ def test_a_stack_reports_that_it_waits_for_redis() -> None:
         (
             "tokenizer.json",
             "serve",
-            "quire serve: router did not start: cannot load the tokenizer of {folder}: ",
+            "quire serve: router did not start: cannot load the files of {folder}: ",
         ),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -61,6 +63,19 @@ def test_a_prompt_is_a_text_or_its_tokens_single_or_in_a_list(tiny: LLM) -> None
     assert tokens(mixed) == expected * 2
     assert [output.prompt for output in mixed] == [text, None]
     assert tiny.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_without_parameters_the_models_own_apply(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+    own = {"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 12}
+    (folder / "generation_config.json").write_text(json.dumps({**config, **own}))
+    said = SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=12)
+    with LLM(str(folder), num_blocks=64) as llm:
+        assert llm.get_default_sampling_params() == said
+        assert tokens(llm.generate("the code", use_tqdm=False)) == tokens(
+            llm.generate("the code", said, False)
+        )
 
 
 def test_each_prompt_may_have_its_own_parameters(tiny: LLM) -> None:

@@ -136,6 +136,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             vocab_size=cluster.model.vocab_size,
             eos_token_ids=sorted(cluster.model.eos_token_ids),
             block_size=cluster.model.block_size,
+            sampling_defaults=cluster.model.sampling_defaults,
             num_prefill_workers=len(cluster.workers.live("prefill")),
             num_decode_workers=len(cluster.workers.live("decode")),
         )

@@ -81,7 +81,7 @@ CASES = [
     (load, name, damage)
     for load, names in (
         (check_weights_and_configuration, ("config.json", "generation_config.json", INDEX, SHARD)),
-        (load_text, ("tokenizer.json", "tokenizer_config.json", TEMPLATE)),
+        (load_text, ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")),
     )
     for name in names
     for damage in DAMAGES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def test_the_limits_are_the_workers_and_the_files_are_the_models(model_folder: P
     assert model.chat_template is not None
     assert model.tokenizer_config["bos_token"] == "<s>"
     assert model.tokenizer.decode(model.tokenizer.encode_batch(["end"], add_special_tokens=False)[0]) == "end"
+
+
+def test_the_models_own_defaults_can_be_turned_off(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = folder / "generation_config.json"
+    config.write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 9}')
+    model, plain = load_served_model(info(folder)), load_served_model(info(folder), generation_config="none")
+    assert model.sampling_defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert plain.sampling_defaults == {}
+    assert plain.origin != model.origin, "an answer must not continue with other parameters"
+    config.write_text('{"temperature": -1}')
+    with pytest.raises(BadFileError, match=r"temperature must be from 0 .* correct it, or start the router"):
+        load_served_model(info(folder))
+    assert load_served_model(info(folder), generation_config="none").origin == plain.origin
 
 
 def test_an_operator_can_name_the_model_and_its_files(model_folder: Path, tmp_path: Path) -> None:

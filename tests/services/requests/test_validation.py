@@ -11,6 +11,7 @@ import pytest
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, NotFound
+from quire.sampling.messages import to_proto
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.prompts import INLINE_CHAT_BYTES, MAX_PROMPT_BYTES, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
@@ -195,6 +196,34 @@ async def test_more_tokens_than_the_models_length_leaves_are_not_refused(
         model,
     )
     assert (valid.params.max_tokens, valid.is_clamped) == (most, is_clamped)
+
+
+async def test_a_request_that_says_nothing_gets_the_models_own_defaults(model: ServedModel) -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 500, "repetition_penalty": 1.05, "max_tokens": 7}
+    own = dataclasses.replace(model, sampling_defaults=defaults)
+    silent, said = (
+        sampling(seed=1),
+        sampling(seed=1, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05),
+    )
+    own.sampling_defaults = {**defaults, "top_k": 20}
+    said.stopping.max_tokens = 7
+    sent = [
+        to_proto((await validate(each, where)).params, None) for each, where in ((silent, own), (said, model))
+    ]
+    assert sent[0] == sent[1], "the worker gets the same bits"
+    own.sampling_defaults = defaults
+    changed = request(
+        sampling=pb.SamplingParams(temperature=0, top_k=0), stopping=pb.StoppingParams(max_tokens=9)
+    )
+    params = (await validate(changed, own)).params
+    assert (params.temperature, params.top_k, params.max_tokens, params.top_p) == (0, 0, 9, 0.9)
+    assert (await validate(silent, own)).params.top_k == 500, "a file may name more tokens than there are"
+
+
+async def test_the_models_own_limit_is_not_reported_as_the_clients(model: ServedModel) -> None:
+    own = dataclasses.replace(model, sampling_defaults={"max_tokens": 1000})
+    valid = await validate(ids(*[2] * 60), own)
+    assert (valid.params.max_tokens, valid.is_clamped) == (4, False)
 
 
 async def test_large_chats_are_rendered_in_a_thread(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from quire.kvindex.kv_layout import KvLayout
 from quire.protos import worker_pb2
 from quire.rpc.cluster_proof import ClusterTrust
+from quire.rpc.errors import Unavailable
 from quire.rpc.server import grpc_server
 from quire.services.vllm_adapter import servicer
 from quire.services.vllm_adapter.servicer import vllm_service
@@ -94,6 +97,29 @@ async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_dea
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "0.2 s" in str(caught.value.details())
         await has_ended.wait()
+
+
+async def test_a_gateway_gets_the_models_own_defaults_and_applies_them_itself(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "config.json").write_text("{}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "max_new_tokens": 9}')
+    sequences: list[worker_pb2.Sequence] = []
+
+    @asynccontextmanager
+    async def decoding_here(_: Any, decode: worker_pb2.DecodeRequest, *__: object) -> AsyncIterator[None]:
+        sequences.append(decode.sequence)
+        raise Unavailable("seen")
+        yield
+
+    monkeypatch.setattr(servicer, "decoding_here", decoding_here)
+    async with served(Mock(), folder) as engine:
+        model = await engine.GetModelInfo(vllm.GetModelInfoRequest())
+        assert json.loads(model.default_sampling_params_json) == {"temperature": 0.25, "max_tokens": 9}
+        with pytest.raises(grpc.aio.AioRpcError, match="seen"):
+            _ = [answer async for answer in engine.Generate(REQUEST)]
+    assert (sequences[0].sampling.temperature, sequences[0].stopping.max_tokens) == (1.0, 63)
 
 
 async def test_a_request_with_a_deadline_has_no_other_limit(

@@ -172,6 +172,8 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    sampling_defaults: dict[str, int | float]
+    """Parameters that apply where a request sets none."""
 
 
 class ModelList(BaseModel):

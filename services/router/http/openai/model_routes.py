@@ -99,6 +99,7 @@ class ModelRoutes:
             created=self._started,
             owned_by="quire",
             max_model_len=model.max_model_len,
+            sampling_defaults=dict(model.sampling_defaults),
         )
 
 

@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import REQUEST_FAILED, FailedPrecondition, Internal
 from quire.tokenization.tokenizer import Tokenizer
 
@@ -26,6 +27,31 @@ async def test_the_model_is_listed(client: AsyncOpenAI) -> None:
     (model,) = (await client.models.list()).data
     assert model.id == "tiny"
     assert (await client.models.retrieve("tiny")).model_dump()["max_model_len"] == 64
+
+
+@pytest.mark.parametrize(
+    ("setting", "defaults", "silent"),
+    [("auto", {"temperature": 0.25, "top_k": 20, "max_tokens": 3}, (0.25, 20, 3)), ("none", {}, (1, 0, 15))],
+)
+async def test_the_models_own_defaults_are_shown_and_apply(
+    pair: Any, model_folder: Path, tmp_path: Path, setting: str, defaults: Any, silent: Any
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 20, "max_new_tokens": 3}')
+    stub = await pair.start(http_port=0, model=str(folder), generation_config=setting)
+    info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert dict(info.sampling_defaults) == defaults
+    url = f"http://{pair.running.http.address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        (model,) = (await client.models.list()).data
+        assert model.model_dump()["sampling_defaults"] == defaults
+        await client.chat.completions.create(model="tiny", messages=MESSAGES)
+        await client.completions.create(
+            model="tiny", prompt="say it", temperature=1, extra_body={"top_k": -1}
+        )
+    sent = [call.sequence for name in ("d1", "d2") for call in pair[name].calls]
+    values = {(each.sampling.temperature, each.sampling.top_k, each.stopping.max_tokens) for each in sent}
+    assert values == {silent, (1, 0, 16)}
 
 
 async def test_a_completion(client: AsyncOpenAI, pair: Any) -> None:
