@@ -11,7 +11,6 @@ from typing import Annotated, Literal, NamedTuple
 import pytest
 from rich.console import Console
 
-from quire.benchmarks import step_overhead
 from quire.benchmarks.harness.options import OneOf
 from quire.benchmarks.harness.program import CannotRunError, FailedError, Program, Report, program
 from quire.benchmarks.harness.rounds import best_seconds, medians, turns
@@ -131,11 +130,3 @@ def test_best_seconds_prepares_each_call() -> None:
     calls: list[str] = []
     assert best_seconds(lambda: calls.append("call"), prepare=lambda: calls.append("prepare"), seconds=0) >= 0
     assert calls == ["prepare", "call"]
-
-
-def test_a_program_from_its_words_to_its_json(capsys: pytest.CaptureFixture[str]) -> None:
-    step_overhead.main(["--batches", "2x20", "--steps", "3"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (result["benchmark"], result["steps"]) == ("step_overhead", 3)
-    assert [(row["num_seqs"], row["context"]) for row in result["rows"]] == [(2, 20)]
-    assert all(row["host_us"] > 0 for row in result["rows"])
