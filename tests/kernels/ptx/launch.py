@@ -1,5 +1,4 @@
-"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU, and
-``economy`` counts what they do.
+"""Executes the PTX that Triton emits for sm_80 on a CPU: tests run the compiled kernels without a GPU.
 
 ::
 
@@ -9,7 +8,6 @@
     arithmetic    instructions on each thread's own registers
     fragments     matrix instructions of a warp
     memory        global and shared memory with their checks, and the race detector
-    tally         counts instructions, sectors of global memory and bank conflicts
 
 What it does not show: faults of ``ptxas``, the rounding of tensor cores, speed, and memory ordering finer
 than barriers. Code for sm_90 is another program.
@@ -37,9 +35,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.ptx.machine import Cta
-from tests.kernels.ptx.memory import GlobalMemory, SharedMemory, extent
+from tests.kernels.ptx.memory import GlobalMemory, SharedMemory
 from tests.kernels.ptx.program import Program, parse
-from tests.kernels.ptx.tally import Tally
 
 TARGET = GPUTarget("cuda", 80, 32)
 _compile = JITFunction.run
@@ -65,16 +62,11 @@ class Launch:
 
     Attributes:
         instructions: those of warps by opcode.
-        cubin: the machine code that ``ptxas`` made of the same PTX.
-        tally: counts of the memory instructions, if they were counted.
     """
 
     kernel: str
     types: dict[str, str]
-    num_ctas: int
     instructions: Counter[str]
-    cubin: bytes
-    tally: Tally | None
 
 
 @dataclass
@@ -84,13 +76,11 @@ class Emulator:
     Attributes:
         order: draws the order of CTAs and warps. Without it, CTAs run in order and the warps of one together.
         mutate: returns the PTX to execute in place of the compiler's.
-        is_counting: whether memory instructions are counted.
         launches: what has been executed.
     """
 
     order: np.random.Generator | None = None
     mutate: Callable[[str], str] = str
-    is_counting: bool = False
     launches: list[Launch] = field(default_factory=list)
 
     def run(self, kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -106,22 +96,17 @@ class Emulator:
         bits = [_bits(arguments[name], kind) for name, kind in types.items()]
         # Two pointers to Triton's own scratch memory follow; no kernel uses it.
         parameters = dict(zip(program.parameters, [*bits, 0, 0], strict=True))
-        tensors = {name: each for name, each in arguments.items() if isinstance(each, torch.Tensor)}
-        memory = GlobalMemory(tensors.values())
-        tally = None
-        if self.is_counting:
-            tally = Tally({name: extent(each) for name, each in tensors.items() if each.numel()})
+        memory = GlobalMemory(each for each in arguments.values() if isinstance(each, torch.Tensor))
         x, y, z = (*grid, 1, 1)[:3]
         shape = (x, y, z)
         visits: Counter[int] = Counter()
         for position in self._positions(shape):
             shared = SharedMemory(compiled.metadata.shared, program.num_threads // 32)
-            cta = Cta(program, parameters, memory, shared, position, shape, self.order, tally=tally)
+            cta = Cta(program, parameters, memory, shared, position, shape, self.order)
             with np.errstate(all="ignore"):
                 cta.run()
             visits += cta.visits
-        num_ctas, counts = int(np.prod(shape)), _count(program, visits)
-        self.launches.append(Launch(program.name, types, num_ctas, counts, compiled.asm["cubin"], tally))
+        self.launches.append(Launch(program.name, types, _count(program, visits)))
 
     def _positions(self, grid: tuple[int, ...]) -> list[tuple[int, int, int]]:
         positions = [(x, y, z) for z, y, x in product(*(range(size) for size in reversed(grid)))]

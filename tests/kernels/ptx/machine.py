@@ -29,7 +29,6 @@ from tests.kernels.ptx.program import (
     Register,
     Special,
 )
-from tests.kernels.ptx.tally import Tally
 
 Array = NDArray[Any]
 Mask = Array | None
@@ -70,7 +69,6 @@ class Cta:
         parameters: bits of each parameter.
         order: draws the warp that runs next. Without it, all warps at the first block of any run together.
         visits: number of warps that executed each basic block.
-        tally: counts the memory instructions, if there is one.
     """
 
     program: Program
@@ -81,7 +79,6 @@ class Cta:
     grid: tuple[int, int, int]
     order: np.random.Generator | None = None
     visits: Counter[int] = field(default_factory=Counter)
-    tally: Tally | None = None
 
     def __post_init__(self) -> None:
         self.num_threads = self.program.num_threads
@@ -98,7 +95,6 @@ class Cta:
         self.is_waiting = np.zeros(self.num_warps, bool)
         self.copies: list[Copy] = []
         self.num_groups = np.zeros(self.num_threads, int)
-        self.source = ""
 
     def run(self) -> None:
         """Run all warps to the end.
@@ -140,7 +136,6 @@ class Cta:
         self.block_of[warps] += 1
         lanes = None if warps.all() else warps.repeat(WARP)
         for instruction in self.program.blocks[number]:
-            self.source = instruction.source
             try:
                 mask = self._guarded(instruction, lanes)
                 if mask is None or mask.any():
@@ -328,12 +323,8 @@ def _load(operands: tuple[Operand, ...], is_shared: bool, kind: Dtype) -> Step:
         threads, addresses = cta.addresses(address, mask)
         if is_shared:
             data = cta.shared.load(addresses, size, cta.warp_of[threads])
-            if cta.tally:
-                cta.tally.add_shared("load", cta.source, addresses, size, threads)
         else:
             data = cta.memory.load(addresses, size)
-            if cta.tally:
-                cta.tally.add_global("read", addresses, size, threads)
         everywhere = np.full((cta.num_threads, size), POISON, np.uint8)
         everywhere[threads] = data
         for target, values in zip(targets, everywhere.view(kind).T, strict=True):
@@ -351,12 +342,8 @@ def _store(operands: tuple[Operand, ...], is_shared: bool, kind: Dtype) -> Step:
         data = values.view(np.uint8)
         if is_shared:
             cta.shared.store(addresses, data, cta.warp_of[threads])
-            if cta.tally:
-                cta.tally.add_shared("store", cta.source, addresses, data.shape[1], threads)
         else:
             cta.memory.store(addresses, data)
-            if cta.tally:
-                cta.tally.add_global("written", addresses, data.shape[1], threads)
 
     return execute
 
@@ -371,10 +358,6 @@ def _copy(operands: tuple[Operand, ...]) -> Step:
         source_sizes = cta.read(rest[0] if rest else size_operand, np.uint32)[threads]
         cta.shared.begin_copy(targets, size, cta.warp_of[threads])
         cta.copies.append(Copy(threads, targets, sources, source_sizes, size, cta.num_groups[threads]))
-        if cta.tally:
-            is_read = source_sizes > 0
-            cta.tally.add_global("read", sources[is_read], size, threads[is_read])
-            cta.tally.add_shared("copy", cta.source, targets, size, threads)
 
     return execute
 
@@ -396,10 +379,6 @@ def _load_matrices(operands: tuple[Operand, ...], count: int, is_transposed: boo
         _, by_thread = cta.addresses(address, None)
         rows = by_thread.reshape(-1, WARP)[warps, : 8 * count].reshape(-1)
         data = cta.shared.load(rows, 16, warps.repeat(8 * count))
-        if cta.tally:
-            # A row of each matrix counts as a thread, so that a matrix is a phase.
-            numbers = (WARP * warps[:, None] + np.arange(8 * count)).reshape(-1)
-            cta.tally.add_shared("ldmatrix", cta.source, rows, 16, numbers)
         matrices = data.view(np.uint16).reshape(len(warps), count, 8, 8)
         for target, values in zip(targets, fragments.distribute(matrices, is_transposed), strict=True):
             everywhere = np.zeros((cta.num_warps, WARP), np.uint32)
