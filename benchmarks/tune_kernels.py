@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import torch
 
+from quire.benchmarks.compiled_kernels import attention_resources, describe
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
@@ -27,7 +28,6 @@ from quire.engine.model.decode_graphs import CudaCapture
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention import paged_attention
 from quire.kernels.triton.blocks import write_kv
-from quire.kernels.triton.compiled_kernels import attention_resources, describe
 from quire.kernels.triton.configs import AttentionConfig, Kernel
 
 TABLE = Path(configs.__file__).with_name("configs.json")

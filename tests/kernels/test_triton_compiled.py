@@ -3,18 +3,69 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
-from quire.kernels.triton import compiled_kernels as resources
+from quire.benchmarks.compiled_kernels import (
+    KIB,
+    PLAIN,
+    SHARED_BYTES,
+    Resources,
+    Variant,
+    attention_kernel,
+    attention_resources,
+    compile_kernel,
+    describe,
+    strides,
+)
 from quire.kernels.triton import configs
-from quire.kernels.triton.block_kernels import copy_rows_kernel
-from quire.kernels.triton.compiled_kernels import Resources, Variant
+from quire.kernels.triton.attention_kernels import combine_kernel
+from quire.kernels.triton.block_kernels import copy_rows_kernel, write_kv_kernel
+from quire.kernels.triton.configs import AttentionConfig
+
+FEATURED = Variant(all_features=True)
+COMBINE_TYPES = {
+    **dict.fromkeys(("partial_outputs", "partial_sums", "sinks"), "*fp32"),
+    **dict.fromkeys(("query_starts", "seq_lens"), "*i32"),
+    **strides(combine_kernel),
+    "output": "*bf16",
+    "num_slots": "i32",
+}
+COMBINE_SIZES = {
+    "HEAD_DIM": 256,
+    "BLOCK_D": 256,
+    "BLOCK_N": 64,
+    "SPLIT_TOKENS": 512,
+    "MAX_SPLITS": 64,
+    "SPLITS_AT_ONCE": 16,
+}
+WRITE_TYPES = {
+    **dict.fromkeys(("key", "value", "kv"), "*bf16"),
+    **strides(write_kv_kernel),
+    "slot_mapping": "*i64",
+    "num_kv_heads": "i32",
+}
+WRITE_SIZES = {
+    "BLOCK_SIZE": 16,
+    "HEAD_DIM": 128,
+    "BLOCK_H": 32,
+    "BLOCK_D": 128,
+    "KV_FORMAT": None,
+    "SCALE": 1.0,
+}
+COPY_TYPES = {
+    **dict.fromkeys(("target", "source", "target_ids", "source_ids"), "*i64"),
+    **strides(copy_rows_kernel),
+    "num_pairs": "i32",
+}
+COPY_SIZES = {"PAIRS": 1024}
 
 
 @pytest.fixture(autouse=True)
@@ -25,16 +76,43 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-ARCHES = pytest.mark.parametrize("arch", resources.SHARED_BYTES)
+ARCHES = pytest.mark.parametrize("arch", SHARED_BYTES)
+
+
+def other_resources(arch: str) -> Iterator[tuple[str, Resources]]:
+    """Compile the kernels that have no rows, at the sizes that take most."""
+    narrow = {"kv": "*u8", "kv_scales": "*fp32"}
+    for name, kernel, types, sizes in (
+        ("combine", combine_kernel, COMBINE_TYPES, COMBINE_SIZES),
+        ("write_kv", write_kv_kernel, WRITE_TYPES, WRITE_SIZES),
+        ("write_kv 8 bits", write_kv_kernel, WRITE_TYPES | narrow, WRITE_SIZES | {"KV_FORMAT": "e4m3"}),
+        ("copy_rows", copy_rows_kernel, COPY_TYPES, COPY_SIZES),
+    ):
+        yield name, compile_kernel(kernel, types, sizes, arch, 4, 3).resources
+
+
+def shipped_resources(selected: Sequence[AttentionConfig]) -> Iterator[tuple[str, str, Resources]]:
+    """Yield (name, architecture, resources) of each row, plain and with all features."""
+    jobs = [(config, variant) for config in selected for variant in (PLAIN, FEATURED)]
+    # The compiler and the assembler work without the interpreter's lock.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
+        compiled = executor.map(lambda job: attention_resources(*job), jobs)
+        for (config, variant), used in zip(jobs, compiled, strict=True):
+            yield describe(config) + (" + all" if variant.all_features else ""), config.arch, used
+
+
+def format_row(name: str, resources: Resources) -> str:
+    registers, spills, shared = resources
+    return f"{name:76} {registers:4} registers {spills:5} B spilled {shared / KIB:6.1f} KiB shared"
 
 
 def check(kernels: Iterator[tuple[str, str, Resources]]) -> None:
     """Print the table, and fail if a kernel spills or takes more shared memory than there is."""
     misfits = []
     for name, arch, used in kernels:
-        print(resources.format_row(name, used))
+        print(format_row(name, used))
         if not used.fits(arch):
-            misfits.append(resources.format_row(name, used))
+            misfits.append(format_row(name, used))
     assert not misfits, "\n".join(misfits)
 
 
@@ -44,12 +122,12 @@ def check(kernels: Iterator[tuple[str, str, Resources]]) -> None:
 def test_every_shipped_configuration_fits(arch: str, kernel: str, kv_bits: int) -> None:
     rows = [row for row in configs.table() if (row.arch, row.kernel, row.kv_bits) == (arch, kernel, kv_bits)]
     assert {row.head_dim for row in rows} == {32, 64, 128, 256}
-    check(resources.shipped_resources(rows))
+    check(shipped_resources(rows))
 
 
 @ARCHES
 def test_other_kernels_fit(arch: str) -> None:
-    check((f"{arch} {name}", arch, used) for name, used in resources.other_resources(arch))
+    check((f"{arch} {name}", arch, used) for name, used in other_resources(arch))
 
 
 @ARCHES
@@ -68,19 +146,17 @@ def test_other_kernels_fit(arch: str) -> None:
 def test_other_models_fit(arch: str, variant: Variant) -> None:
     kv_bits = 8 if variant.kv_format else 16
     rows = [configs.find_config(kernel, arch, kv_bits, 128, 16) for kernel in ("prefill", "decode")]
-    check((resources.describe(row), arch, resources.attention_resources(row, variant)) for row in rows)
+    check((describe(row), arch, attention_resources(row, variant)) for row in rows)
 
 
 def test_a_spill_is_seen() -> None:
     greedy = replace(configs.find_config("decode", "sm_80", 16, 256, 16), num_warps=1)
-    assert resources.attention_resources(greedy).spill_bytes > 0
+    assert attention_resources(greedy).spill_bytes > 0
 
 
 @ARCHES
 def test_blocks_are_copied_in_16_byte_words(arch: str) -> None:
-    ptx = resources.compile_kernel(
-        copy_rows_kernel, resources.COPY_TYPES, resources.COPY_SIZES, arch, 4, 3
-    ).ptx
+    ptx = compile_kernel(copy_rows_kernel, COPY_TYPES, COPY_SIZES, arch, 4, 3).ptx
     for access in ("ld.global.v2.b64", "st.global.v2.b64"):
         assert access in ptx
 
@@ -88,7 +164,7 @@ def test_blocks_are_copied_in_16_byte_words(arch: str) -> None:
 @ARCHES
 def test_attention_reads_blocks_asynchronously_in_16_byte_words(arch: str) -> None:
     row = configs.find_config("decode", arch, 16, 128, 16)
-    assert "cp.async.cg.shared.global" in resources.attention_kernel(row, resources.PLAIN).ptx
+    assert "cp.async.cg.shared.global" in attention_kernel(row, PLAIN).ptx
 
 
 @ARCHES
@@ -96,7 +172,7 @@ def test_attention_reads_blocks_asynchronously_in_16_byte_words(arch: str) -> No
 def test_weights_round_alike_with_masks_and_without(arch: str, has_bias: bool) -> None:
     """A chunk's first key blocks are masked where a longer chunk's are not: bits must not tell."""
     row = configs.find_config("prefill", arch, 32, 32, 16)
-    ptx = resources.attention_kernel(row, Variant(has_bias=has_bias)).ptx
+    ptx = attention_kernel(row, Variant(has_bias=has_bias)).ptx
     computed_by: dict[str, str] = {}
     exponents: list[str] = []
     for line in ptx.splitlines():
@@ -112,7 +188,7 @@ def test_weights_round_alike_with_masks_and_without(arch: str, has_bias: bool) -
 
 def test_prefill_uses_the_tensor_cores_of_hopper() -> None:
     row = configs.find_config("prefill", "sm_90", 16, 128, 16)
-    assert "wgmma.mma_async" in resources.attention_kernel(row, resources.PLAIN).ptx
+    assert "wgmma.mma_async" in attention_kernel(row, PLAIN).ptx
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])

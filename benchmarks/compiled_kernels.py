@@ -1,17 +1,14 @@
 """Registers, spills and shared memory of the Triton kernels, compiled without a GPU.
 
-Each row of the configuration table is compiled to machine code, plain and with every feature of attention,
-and read back with cuobjdump. A spill costs a round trip to memory in the inner loop: there must be none.
+The machine code is read back with cuobjdump. A spill costs a round trip to memory in the inner loop.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.kernels.triton import configs
-from quire.kernels.triton.attention_kernels import combine_kernel, decode_kernel, prefill_kernel
-from quire.kernels.triton.block_kernels import copy_rows_kernel, write_kv_kernel
+from quire.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
 from quire.kernels.triton.configs import AttentionConfig
 
 KIB = 1 << 10
@@ -62,7 +58,6 @@ class Variant(NamedTuple):
 
 
 PLAIN = Variant()
-FEATURED = Variant(all_features=True)
 
 
 def compile_kernel(
@@ -113,7 +108,7 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
         **dict.fromkeys(("partial_outputs", "partial_sums"), "*fp32"),
         **dict.fromkeys(("block_tables", "query_starts", "seq_lens"), "*i32"),
         **dict.fromkeys(("num_seqs", "num_slots"), "i32"),
-        **_strides(kernel),
+        **strides(kernel),
         "kv": {"e4m3": "*u8", "int8": "*i8", None: f"*{floats}"}[kv_format],
         "scale": "fp32",
     }
@@ -159,57 +154,8 @@ def attention_resources(config: AttentionConfig, variant: Variant = PLAIN) -> Re
     return attention_kernel(config, variant).resources
 
 
-def _strides(kernel: Any) -> dict[str, str]:
+def strides(kernel: Any) -> dict[str, str]:
     return {name: "i32" for name in kernel.arg_names if name.startswith("stride_")}
-
-
-COMBINE_TYPES = {
-    **dict.fromkeys(("partial_outputs", "partial_sums", "sinks"), "*fp32"),
-    **dict.fromkeys(("query_starts", "seq_lens"), "*i32"),
-    **_strides(combine_kernel),
-    "output": "*bf16",
-    "num_slots": "i32",
-}
-COMBINE_SIZES = {
-    "HEAD_DIM": 256,
-    "BLOCK_D": 256,
-    "BLOCK_N": 64,
-    "SPLIT_TOKENS": 512,
-    "MAX_SPLITS": 64,
-    "SPLITS_AT_ONCE": 16,
-}
-WRITE_TYPES = {
-    **dict.fromkeys(("key", "value", "kv"), "*bf16"),
-    **_strides(write_kv_kernel),
-    "slot_mapping": "*i64",
-    "num_kv_heads": "i32",
-}
-WRITE_SIZES = {
-    "BLOCK_SIZE": 16,
-    "HEAD_DIM": 128,
-    "BLOCK_H": 32,
-    "BLOCK_D": 128,
-    "KV_FORMAT": None,
-    "SCALE": 1.0,
-}
-COPY_TYPES = {
-    **dict.fromkeys(("target", "source", "target_ids", "source_ids"), "*i64"),
-    **_strides(copy_rows_kernel),
-    "num_pairs": "i32",
-}
-COPY_SIZES = {"PAIRS": 1024}
-
-
-def other_resources(arch: str) -> Iterator[tuple[str, Resources]]:
-    """Compile the kernels that have no rows, at the sizes that take most."""
-    narrow = {"kv": "*u8", "kv_scales": "*fp32"}
-    for name, kernel, types, sizes in (
-        ("combine", combine_kernel, COMBINE_TYPES, COMBINE_SIZES),
-        ("write_kv", write_kv_kernel, WRITE_TYPES, WRITE_SIZES),
-        ("write_kv 8 bits", write_kv_kernel, WRITE_TYPES | narrow, WRITE_SIZES | {"KV_FORMAT": "e4m3"}),
-        ("copy_rows", copy_rows_kernel, COPY_TYPES, COPY_SIZES),
-    ):
-        yield name, compile_kernel(kernel, types, sizes, arch, 4, 3).resources
 
 
 def describe(config: AttentionConfig) -> str:
@@ -217,18 +163,3 @@ def describe(config: AttentionConfig) -> str:
         f"{config.arch} {config.kernel:7} {config.kv_bits:2} bits  head_dim {config.head_dim:3}  "
         f"{config.block_m:3} x {config.block_n:3}, {config.num_warps} warps, {config.num_stages} stages"
     )
-
-
-def shipped_resources(selected: Sequence[AttentionConfig]) -> Iterator[tuple[str, str, Resources]]:
-    """Yield (name, architecture, resources) of each row, plain and with all features."""
-    jobs = [(config, variant) for config in selected for variant in (PLAIN, FEATURED)]
-    # The compiler and the assembler work without the interpreter's lock.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
-        compiled = executor.map(lambda job: attention_resources(*job), jobs)
-        for (config, variant), used in zip(jobs, compiled, strict=True):
-            yield describe(config) + (" + all" if variant.all_features else ""), config.arch, used
-
-
-def format_row(name: str, resources: Resources) -> str:
-    registers, spills, shared = resources
-    return f"{name:76} {registers:4} registers {spills:5} B spilled {shared / KIB:6.1f} KiB shared"
