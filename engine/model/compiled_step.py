@@ -27,8 +27,8 @@ from quire.kernels.cpu.attention_tiles import (
     part_tokens,
 )
 from quire.kernels.cpu.exchange import EXCHANGE
+from quire.kernels.cpu.intrinsics import STORAGE
 from quire.kernels.cpu.linear import UNIT
-from quire.kernels.cpu.storage import STORAGE
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 

@@ -37,6 +37,7 @@ from quire.kernels.cpu import threads
 from quire.kernels.cpu.attention_tiles import AttentionShape, make_parts, make_tiles, part_tokens, span_blocks
 from quire.kernels.cpu.intrinsics import (
     SQUARE,
+    STORAGE,
     TILE_COLUMNS,
     TILE_ROWS,
     add_product,
@@ -49,7 +50,6 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.storage import STORAGE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

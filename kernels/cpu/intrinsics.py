@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
@@ -17,6 +18,14 @@ _INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 CACHE_LINE = 64
+STORAGE: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+    torch.int8: np.int8,
+    torch.float8_e4m3fn: np.uint8,
+}
+"""NumPy type that stands for each dtype of torch in Numba; ``widen`` converts from these types."""
 _SUM_LANES = 16
 _SCALED = (types.int8, types.uint8)
 """Stored types that have a scale."""

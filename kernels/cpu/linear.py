@@ -24,6 +24,7 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
+    STORAGE,
     TILE_COLUMNS,
     exact,
     fetch_and_increment,
@@ -32,7 +33,6 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.packed_product import AHEAD, GROUP, add_rows_product, bytes_per_input, quantized_bits
-from quire.kernels.cpu.storage import STORAGE
 
 UNIT = 64
 """Output columns that a thread computes at a time; outputs are padded to a multiple of it."""

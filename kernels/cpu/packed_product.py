@@ -40,7 +40,7 @@ _GROUPS_AHEAD = 8
 """Groups by which it prefetches quantized weights."""
 
 _BITS = {types.int8: 8, types.uint8: 4}
-"""Bits of a quantized weight, by the Numba type of a value of ``storage.QUANTIZED``."""
+"""Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
 
 _BYTE = ir.IntType(8)
 _INT16 = ir.IntType(16)

@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS
 from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
 from quire.kernels.cpu.packed_product import GROUP, group_bytes
-from quire.kernels.cpu.storage import QUANTIZED
 
+QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8}
+"""NumPy type that stands for weights of a dtype in Numba."""
 _BITS = {"int8": 8, "int4": 4}
 _PEAKS = {8: 127, 4: -8}
 """Integer that stands for the weight of the largest magnitude in a group, by the number of bits.

@@ -17,6 +17,7 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
+    STORAGE,
     encode,
     exact,
     exp,
@@ -28,7 +29,6 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.storage import STORAGE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
