@@ -80,11 +80,6 @@ def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
     return generation
 
 
-def to_batch_request(prompts: Sequence[Prompt], options: GenerationOptions) -> pb.GenerateBatchRequest:
-    """Return the message that asks for the answers of many prompts."""
-    return pb.GenerateBatchRequest(generations=[to_generation(prompt, options) for prompt in prompts])
-
-
 def to_outcome(response: pb.GenerateBatchResponse) -> Completion | QuireError:
     """Return the answer to one prompt of a batch, or its error."""
     if response.HasField("response"):

@@ -1,15 +1,16 @@
-"""Keeps what a client has received of a stream, so that another router can continue it."""
+"""Keeps what a client has received of a stream or a batch, so that another router can continue it."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
 
 from quire.client import conversion
 from quire.client.errors import Interrupted, QuireError
-from quire.client.types import Delta
+from quire.client.types import Completion, Delta
 from quire.protos import inference_pb2 as pb
 
 CANNOT_CONTINUE = "CANNOT_CONTINUE"
@@ -93,6 +94,36 @@ class ResumableStream:
         generation.received.extend(self._answers.values())
         generation.origin = self._origin
         return pb.GenerateStreamRequest(generation=generation)
+
+
+class ResumableBatch:
+    """The prompts of a batch, and which of them have been answered."""
+
+    def __init__(self, generations: Sequence[pb.Generation]) -> None:
+        self._generations = generations
+        self._left = list(range(len(generations)))
+        self._asked: list[int] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an answer or an error has been delivered."""
+        return len(self._left) < len(self._generations)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers and errors have been received."""
+        return self.is_under_way and not self._left
+
+    def receive(self, response: pb.GenerateBatchResponse, _: int) -> tuple[int, Completion | QuireError]:
+        """Return the index of a prompt, and its answer or error."""
+        index = self._asked[response.index]
+        self._left.remove(index)
+        return index, conversion.to_outcome(response)
+
+    def request(self, _: QuireError | None = None) -> pb.GenerateBatchRequest:
+        """Return the request for the prompts that have not been answered yet."""
+        self._asked = list(self._left)
+        return pb.GenerateBatchRequest(generations=[self._generations[index] for index in self._asked])
 
 
 def _unique_kind(sampling: pb.SamplingParams) -> str:

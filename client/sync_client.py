@@ -12,7 +12,7 @@ import grpc
 from quire.client import conversion
 from quire.client.channel import channel_options, several_options
 from quire.client.errors import QuireError, typed_errors
-from quire.client.resumable_stream import ResumableStream
+from quire.client.resumable_stream import ResumableBatch, ResumableStream
 from quire.client.routers import Attempts, Routers
 from quire.client.tls import Tls, bearer
 from quire.client.types import Completion, Delta, GenerationOptions, Message, ModelInfo, Prompt
@@ -81,7 +81,7 @@ class Client:
         Leaving the loop, or ``close()``, cancels the request and frees its resources on the servers.
         """
         stream = ResumableStream(conversion.to_generation(prompt, options))
-        return self._deltas(stream, self._deadline(timeout))
+        return self._receive(lambda stub: stub.GenerateStream, stream, timeout)
 
     def batch(
         self, prompts: Sequence[Prompt], *, timeout: float | None = None, **options: Unpack[GenerationOptions]
@@ -90,30 +90,8 @@ class Client:
 
         Leaving the loop cancels the prompts that still run.
         """
-        attempts = Attempts(self._routers, self._deadline(timeout))
-        generations = conversion.to_batch_request(prompts, options).generations
-        left = list(range(len(generations)))
-        while True:
-            request = pb.GenerateBatchRequest(generations=[generations[index] for index in left])
-            asked = list(left)
-            call = attempts.router.stub.GenerateBatch(
-                request, timeout=attempts.seconds_left, metadata=self._metadata
-            )
-            try:
-                with typed_errors():
-                    for response in call:
-                        attempts.record_progress()
-                        index = asked[response.index]
-                        left.remove(index)
-                        yield index, conversion.to_outcome(response)
-                return
-            except QuireError as error:
-                is_under_way = len(left) < len(generations)
-                if is_under_way and not left:
-                    return  # the router was lost after its last message
-                time.sleep(attempts.pause_after(error, is_under_way=is_under_way))
-            finally:
-                call.cancel()
+        batch = ResumableBatch([conversion.to_generation(prompt, options) for prompt in prompts])
+        return self._receive(lambda stub: stub.GenerateBatch, batch, timeout)
 
     def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
         """Return the token ids of a text or of a rendered conversation."""
@@ -143,23 +121,28 @@ class Client:
     ) -> None:
         self.close()
 
-    def _deltas(self, stream: ResumableStream, timeout: float) -> Generator[Delta, None, None]:
-        attempts, request = Attempts(self._routers, timeout), stream.request()
+    def _receive(
+        self,
+        method: Callable[[GenerationServiceStub], Any],
+        parts: ResumableStream | ResumableBatch,
+        timeout: float | None,
+    ) -> Generator[Any, None, None]:
+        attempts, request = Attempts(self._routers, self._deadline(timeout)), parts.request()
         while True:
-            call = attempts.router.stub.GenerateStream(
+            call = method(attempts.router.stub)(
                 request, timeout=attempts.seconds_left, metadata=self._metadata
             )
             try:
                 with typed_errors():
                     for response in call:
                         attempts.record_progress()
-                        yield stream.receive(response, attempts.num_moves)
+                        yield parts.receive(response, attempts.num_moves)
                 return
             except QuireError as error:
-                if stream.is_complete:
+                if parts.is_complete:
                     return  # the router was lost after its last message
-                pause = attempts.pause_after(error, is_under_way=stream.is_under_way)
-                request = stream.request(error)
+                pause = attempts.pause_after(error, is_under_way=parts.is_under_way)
+                request = parts.request(error)
                 time.sleep(pause)
             finally:
                 call.cancel()
