@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from quire.kvindex.index import UNREACHABLE, IndexFullError, IndexLease, LeaseLostError
 from quire.kvindex.publish_ledger import PublishLedger
@@ -31,6 +32,7 @@ CANCEL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
 
 
+@dataclass(eq=False)
 class BlockPublisher:
     """Publishes, in order, which blocks a pool stores and removes, and keeps the worker's lease alive.
 
@@ -49,22 +51,15 @@ class BlockPublisher:
         uniform: returns random numbers in [0, 1).
     """
 
-    def __init__(
-        self,
-        lease: IndexLease,
-        ledger: PublishLedger,
-        loop: asyncio.AbstractEventLoop,
-        beat_seconds: float,
-        *,
-        rejoin_jitter_seconds: float = REJOIN_JITTER_SECONDS,
-        uniform: Callable[[], float] = random.random,
-    ) -> None:
-        self._lease = lease
-        self._loop = loop
-        self._beat_seconds = beat_seconds
-        self._rejoin_jitter_seconds = rejoin_jitter_seconds
-        self._uniform = uniform
-        self._ledger = ledger
+    lease: IndexLease
+    ledger: PublishLedger
+    loop: asyncio.AbstractEventLoop
+    beat_seconds: float
+    _: KW_ONLY
+    rejoin_jitter_seconds: float = REJOIN_JITTER_SECONDS
+    uniform: Callable[[], float] = random.random
+
+    def __post_init__(self) -> None:
         self._has_changed = asyncio.Event()
         self._is_full = False
         self._task: asyncio.Task[None] | None = None
@@ -75,24 +70,24 @@ class BlockPublisher:
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> None:
         """Record consecutive blocks of a chain that became reusable; without a parent they begin a chain."""
-        if self._ledger.stored(block_hashes, parent_hash):
+        if self.ledger.stored(block_hashes, parent_hash):
             self._wake()
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
         """Record that blocks were evicted, children before parents."""
-        if self._ledger.removed(block_hashes):
+        if self.ledger.removed(block_hashes):
             self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop has closed because the worker is ending.
-            self._loop.call_soon_threadsafe(self._has_changed.set)
+            self.loop.call_soon_threadsafe(self._has_changed.set)
 
     # --- on the event loop --------------------------------------------------------------------------------
 
     def start(self, record: WorkerRecord) -> None:
         """Join with the worker's record and follow the pool."""
         self._record = record
-        self._task = self._loop.create_task(self._run())
+        self._task = self.loop.create_task(self._run())
 
     def announce(self, record: WorkerRecord) -> None:
         """Join again with a record if it has changed."""
@@ -100,7 +95,7 @@ class BlockPublisher:
             return
         self._record = record
         # A lease cannot change its record, so stop following; the task then joins again.
-        self._ledger.stop()
+        self.ledger.stop()
         self._has_changed.set()
 
     async def close(self) -> None:
@@ -111,20 +106,20 @@ class BlockPublisher:
             await asyncio.wait([self._task], timeout=CANCEL_SECONDS)
         with contextlib.suppress(*UNREACHABLE):  # This includes TimeoutError, which is an OSError.
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._lease.leave()
-                await self._lease.evict(self._ledger.leftovers())
+                await self.lease.leave()
+                await self.lease.evict(self.ledger.leftovers())
 
     async def _run(self) -> None:
         backoff, jitter, problem = MIN_BACKOFF_SECONDS, 0.0, ""
         while True:
             pause = 0.0
             try:
-                await self._lease.join(self._record)
-                self._ledger.restart()
+                await self.lease.join(self._record)
+                self.ledger.restart()
                 self.has_joined.set()
-                logger.info("index_joined", extra={"fields": {"blocks": self._ledger.num_held}})
+                logger.info("index_joined", extra={"fields": {"blocks": self.ledger.num_held}})
                 backoff, problem = MIN_BACKOFF_SECONDS, ""
-                await self._follow(self._loop.time() + jitter)
+                await self._follow(self.loop.time() + jitter)
                 logger.info("index_joining_again")
             except LeaseLostError:
                 logger.warning("index_lease_lost")
@@ -132,23 +127,23 @@ class BlockPublisher:
                 if problem != (problem := str(error)):  # the same problem is logged once
                     logger.warning("index_unreachable", extra={"fields": {"error": problem}})
                 pause, backoff = backoff, min(2 * backoff, MAX_BACKOFF_SECONDS)
-            self._ledger.stop()
+            self.ledger.stop()
             await asyncio.sleep(pause)
-            jitter = self._rejoin_jitter_seconds * self._uniform()
+            jitter = self.rejoin_jitter_seconds * self.uniform()
 
     async def _follow(self, next_flush: float) -> None:
         """Beat, sweep and flush until the ledger stops following; flush first at ``next_flush``."""
-        now = self._loop.time
-        next_beat = now() + self._beat_seconds
-        while self._ledger.is_following:
-            if not self._ledger.num_pending:
+        now = self.loop.time
+        next_beat = now() + self.beat_seconds
+        while self.ledger.is_following:
+            if not self.ledger.num_pending:
                 await self._wait_for_change(next_beat)
                 next_flush = max(next_flush, now() + FLUSH_SECONDS)
             await asyncio.sleep(min(next_beat, next_flush) - now())
             if now() >= next_beat:
-                await self._lease.beat()
-                await self._lease.sweep()
-                next_beat = now() + self._beat_seconds
+                await self.lease.beat()
+                await self.lease.sweep()
+                next_beat = now() + self.beat_seconds
             if now() >= next_flush:
                 next_flush = now() + await self._flush()
 
@@ -160,16 +155,16 @@ class BlockPublisher:
 
     async def _flush(self) -> float:
         """Send one batch of changes to the index; return the seconds to wait before the next batch."""
-        gone = self._ledger.take_evictions(FLUSH_BLOCKS)
+        gone = self.ledger.take_evictions(FLUSH_BLOCKS)
         if gone:
-            await self._lease.evict(gone)
-        new = self._ledger.take_publications(FLUSH_BLOCKS)
+            await self.lease.evict(gone)
+        new = self.ledger.take_publications(FLUSH_BLOCKS)
         if new:
             try:
-                await self._lease.publish(new)
+                await self.lease.publish(new)
             except IndexFullError as error:
                 # The lease still lives, and evictions will make room, so there is no need to join again.
-                self._ledger.put_back(new)
+                self.ledger.put_back(new)
                 if not self._is_full:
                     logger.warning("index_full", extra={"fields": {"error": str(error)}})
                 self._is_full = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import grpc
@@ -30,6 +31,7 @@ def unbounded() -> Iterator[AddBytes]:
     yield lambda num_bytes: None
 
 
+@dataclass(eq=False)
 class RequestIntake(OwnCalls):
     """Reads and decodes requests instead of gRPC.
 
@@ -46,16 +48,10 @@ class RequestIntake(OwnCalls):
             can connect.
     """
 
-    def __init__(
-        self,
-        request_seconds: float = REQUEST_SECONDS,
-        *,
-        memory: Memory = unbounded,
-        checks_parts: bool = False,
-    ) -> None:
-        self._request_seconds = request_seconds
-        self._memory = memory
-        self._checks_parts = checks_parts
+    request_seconds: float = REQUEST_SECONDS
+    _: KW_ONLY
+    memory: Memory = unbounded
+    checks_parts: bool = False
 
     def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Return a handler that reads the request itself and then calls the call's own handler."""
@@ -76,16 +72,16 @@ class RequestIntake(OwnCalls):
             # collection.
             async with aclosing(encoded):
                 try:
-                    async with asyncio.timeout(self._request_seconds):
+                    async with asyncio.timeout(self.request_seconds):
                         first = await anext(encoded, None)
                 except TimeoutError:
                     raise DeadlineExceeded(
-                        f"the request did not arrive within {self._request_seconds:g} s of its call",
+                        f"the request did not arrive within {self.request_seconds:g} s of its call",
                         reason="REQUEST_TIMEOUT",
                     ) from None
                 if first is None:
                     return
-                with self._memory() as add_bytes:
+                with self.memory() as add_bytes:
                     add_bytes(len(first))
                     yield await self._decode(deserialize, first)
                     async for each in encoded:
@@ -95,7 +91,7 @@ class RequestIntake(OwnCalls):
         return requests
 
     async def _decode(self, deserialize: Deserialize, encoded: bytes) -> Any:
-        if self._checks_parts and len(encoded) > SMALL_MESSAGE_BYTES:
+        if self.checks_parts and len(encoded) > SMALL_MESSAGE_BYTES:
             message_type: Any = getattr(deserialize, "__self__", None)
             await asyncio.to_thread(check_parts, encoded, message_type.DESCRIPTOR)
         try:

@@ -7,6 +7,7 @@ recomputed, whichever is cheaper (PagedAttention, Kwon et al., SOSP 2023, sectio
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.scheduling.group_queues import GroupQueues
@@ -24,6 +25,7 @@ class PreemptionCounts(NamedTuple):
     recomputed: int
 
 
+@dataclass(eq=False)
 class Preemption:
     """Takes the blocks of groups, and chooses how each group gets them back.
 
@@ -35,18 +37,11 @@ class Preemption:
             back from host memory than to recompute the tokens.
     """
 
-    def __init__(
-        self,
-        queues: GroupQueues,
-        tables: BlockTables,
-        swapping: Swapping,
-        prefers_swap: Callable[[int, int], bool],
-    ) -> None:
-        self.counts = PreemptionCounts(0, 0)
-        self.prefers_swap = prefers_swap
-        self._queues = queues
-        self._tables = tables
-        self.swapping = swapping
+    queues: GroupQueues
+    tables: BlockTables
+    swapping: Swapping
+    prefers_swap: Callable[[int, int], bool]
+    counts: PreemptionCounts = field(default=PreemptionCounts(0, 0), init=False)
 
     @property
     def num_preempted(self) -> int:
@@ -68,8 +63,8 @@ class Preemption:
                 sequence.num_computed_tokens = 0
         for sequence in victim.sequences:
             sequence.num_sealed_blocks = 0
-            self._tables.free(sequence)
-        self._queues.suspend_group(victim)
+            self.tables.free(sequence)
+        self.queues.suspend_group(victim)
 
     def _is_swapped(self, victim: SequenceGroup) -> bool:
         """Return whether to swap a group out: if host memory has room, and recomputing is not cheaper."""

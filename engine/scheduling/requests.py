@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.scheduling.group_queues import GroupQueues
@@ -14,6 +15,7 @@ from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.sequences.stop_rules import StopRules
 
 
+@dataclass(eq=False)
 class Requests:
     """Registers requests and ends them, in whatever state they are.
 
@@ -29,22 +31,13 @@ class Requests:
         groups: the requests by id.
     """
 
-    def __init__(
-        self,
-        checks: RequestChecks,
-        stop_rules: StopRules,
-        queues: GroupQueues,
-        tables: BlockTables,
-        swap_space: SwapSpace,
-        clock: Callable[[], float],
-    ) -> None:
-        self.groups: dict[str, SequenceGroup] = {}
-        self._checks = checks
-        self._stop_rules = stop_rules
-        self._queues = queues
-        self._tables = tables
-        self._swap_space = swap_space
-        self._clock = clock
+    checks: RequestChecks
+    stop_rules: StopRules
+    queues: GroupQueues
+    tables: BlockTables
+    swap_space: SwapSpace
+    clock: Callable[[], float]
+    groups: dict[str, SequenceGroup] = field(default_factory=dict, init=False)
 
     def register(self, prompt: Sequence) -> SequenceGroup:
         """Return the group of a new request, which is in no queue yet.
@@ -55,20 +48,20 @@ class Requests:
         """
         if prompt.attempt_id in self.groups:
             raise ValueError(f"request {prompt.attempt_id} is already here")
-        self._checks.check(prompt)
+        self.checks.check(prompt)
         prompt.is_plain = _is_plain(prompt)
         group = SequenceGroup(prompt, [prompt])
         if prompt.params.beam is not None:
-            max_tokens = self._stop_rules.max_output_tokens(prompt)
-            stop_token_ids = self._stop_rules.stop_token_ids(prompt.params)
+            max_tokens = self.stop_rules.max_output_tokens(prompt)
+            stop_token_ids = self.stop_rules.stop_token_ids(prompt.params)
             group.beam = BeamSearch(prompt.params.beam, max_tokens, stop_token_ids)
         self.groups[prompt.attempt_id] = group
         return group
 
     def queue_group(self, group: SequenceGroup) -> None:
         """Let a group wait for the scheduler."""
-        self._queues.add_waiting(group)
-        group.prompt.queued_at = self._clock()
+        self.queues.add_waiting(group)
+        group.prompt.queued_at = self.clock()
 
     def finish_sequence(self, sequence: Sequence, status: SequenceStatus) -> None:
         """End a sequence; free its blocks, unless another worker is to fetch them.
@@ -76,29 +69,29 @@ class Requests:
         The blocks of a finished prefill stay until ``discard_group`` releases them.
         """
         group = self.groups[sequence.attempt_id]
-        sequence.finished_at = self._clock()
+        sequence.finished_at = self.clock()
         sequence.status = status
         if sequence.stops_after_prefill:
-            self._queues.remove_group(group)
+            self.queues.remove_group(group)
             return
-        self._tables.free(sequence)
+        self.tables.free(sequence)
         group.sequences.remove(sequence)
         if not group.sequences:
-            self._queues.remove_group(group)
+            self.queues.remove_group(group)
             del self.groups[group.attempt_id]
 
     def discard_group(self, group: SequenceGroup, status: SequenceStatus) -> None:
         """End all sequences of a group and free their blocks, in the pool and in host memory."""
         del self.groups[group.attempt_id]
-        self._queues.remove_group(group)
+        self.queues.remove_group(group)
         if group.swapped is not None:
-            self._swap_space.free(group.swapped.host_ids)
+            self.swap_space.free(group.swapped.host_ids)
             group.swapped = None
         for sequence in group.sequences:
             sequence.status = status
-            self._tables.free(sequence)
+            self.tables.free(sequence)
         group.sequences.clear()
-        if (on_outcome := self._queues.transfers.pop(group, None)) is not None:
+        if (on_outcome := self.queues.transfers.pop(group, None)) is not None:
             on_outcome(False)
 
 

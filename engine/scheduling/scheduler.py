@@ -116,6 +116,7 @@ class _Budget:
             self.num_by_client[group.client] -= num_tokens
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Moves groups between waiting and running and gives them blocks.
 
@@ -128,44 +129,40 @@ class Scheduler:
         fair_blocks: has the order of the groups of several clients.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        queues: GroupQueues,
-        tables: BlockTables,
-        preemption: Preemption,
-        first_blocks: FirstBlocks,
-        fair_blocks: FairBlocks,
-    ) -> None:
-        self.config = config
-        self._queues = queues
-        self._tables = tables
-        self._preemption = preemption
-        self._first_blocks = first_blocks
-        self._fair_blocks = fair_blocks
-        self._fair_turns = FairTurns(queues, fair_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+    config: SchedulerConfig
+    queues: GroupQueues
+    tables: BlockTables
+    preemption: Preemption
+    first_blocks: FirstBlocks
+    fair_blocks: FairBlocks
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._fair_turns = FairTurns(
+            self.queues, self.fair_blocks, config.max_num_seqs, config.max_num_batched_tokens
+        )
 
     def schedule(self) -> Schedule:
         """Return the next step: make way, continue what runs, admit what waits; and allocate the blocks."""
-        schedule, num_preempted = Schedule(), self._preemption.num_preempted
+        schedule, num_preempted = Schedule(), self.preemption.num_preempted
         budget = self._make_way(schedule)
         self._continue_running(schedule, budget)
-        self._admit_groups(schedule, budget, has_preempted=self._preemption.num_preempted > num_preempted)
+        self._admit_groups(schedule, budget, has_preempted=self.preemption.num_preempted > num_preempted)
         self._continue_without_turns(schedule)
         return schedule
 
     def _make_way(self, schedule: Schedule) -> _Budget:
         """Preempt groups of clients that hold too many blocks; return what the step may compute."""
-        num_preempted = self._preemption.num_preempted
-        self._fair_blocks.count_held_blocks()
+        num_preempted = self.preemption.num_preempted
+        self.fair_blocks.count_held_blocks()
         budget = self._divided_budget()
         self._preempt_for_next(schedule, budget)
-        has_preempted = self._preemption.num_preempted > num_preempted
+        has_preempted = self.preemption.num_preempted > num_preempted
         return self._divided_budget() if has_preempted else budget
 
     def _admit_groups(self, schedule: Schedule, budget: _Budget, *, has_preempted: bool) -> None:
         """Admit waiting groups; after a preemption none, since the running groups would soon preempt them."""
-        if not self._queues.running:
+        if not self.queues.running:
             self._admit_first(schedule)
         elif not has_preempted:
             self._admit_waiting(schedule, budget)
@@ -175,18 +172,18 @@ class Scheduler:
 
         Those that had turns were preempted, or could not start.
         """
-        while self._queues.running and not schedule.sequences:
-            num_preempted = self._preemption.num_preempted
+        while self.queues.running and not schedule.sequences:
+            num_preempted = self.preemption.num_preempted
             self._continue_running(schedule, self._divided_budget(with_waiting=False))
-            if not self._queues.running:
+            if not self.queues.running:
                 self._admit_first(schedule)
-            elif self._preemption.num_preempted == num_preempted:
+            elif self.preemption.num_preempted == num_preempted:
                 return
 
     def _budget(self) -> _Budget:
         num_tokens = self.config.max_num_batched_tokens
         # Draft tokens leave room in the budget for one token of every running sequence.
-        num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in self._queues.running]))
+        num_drafts = max(0, num_tokens - sum([len(group.sequences) for group in self.queues.running]))
         return _Budget(num_tokens, num_drafts, self.config.max_num_seqs)
 
     def _divided_budget(self, *, with_waiting: bool = True) -> _Budget:
@@ -199,31 +196,31 @@ class Scheduler:
         """Admit groups while none runs; waiting groups that hold blocks would never release them."""
         budget = self._budget()
         self._admit_waiting(schedule, budget)
-        if not self._queues.running:
+        if not self.queues.running:
             self._free_waiting(schedule, budget)
 
     def _free_waiting(self, schedule: Schedule, budget: _Budget) -> None:
         """Take the blocks of waiting groups, the newest first, until a group runs."""
-        holding = reversed(self._queues.waiting_with_blocks())
+        holding = reversed(self.queues.waiting_with_blocks())
         for group in [group for group in holding if group.is_preemptible]:
-            self._preemption.preempt(group, schedule)
+            self.preemption.preempt(group, schedule)
             self._admit_waiting(schedule, budget)
-            if self._queues.running:
+            if self.queues.running:
                 return
 
     def _preempt_for_next(self, schedule: Schedule, budget: _Budget) -> None:
         """Preempt groups of clients that hold many blocks for the next group of one that holds few."""
-        group = self._fair_blocks.next_without_blocks(budget.has_room)
-        while group is not None and (victim := self._fair_blocks.victim_for(group)) is not None:
-            self._preemption.preempt(victim, schedule)
-            self._fair_blocks.count_held_blocks()
+        group = self.fair_blocks.next_without_blocks(budget.has_room)
+        while group is not None and (victim := self.fair_blocks.victim_for(group)) is not None:
+            self.preemption.preempt(victim, schedule)
+            self.fair_blocks.count_held_blocks()
 
     # --- running groups -----------------------------------------------------------------------------------
 
     def _continue_running(self, schedule: Schedule, budget: _Budget) -> None:
         """Schedule the running groups in their order; preempt the last if there are too few blocks."""
-        num_preempted = self._preemption.num_preempted
-        for group in self._fair_blocks.in_order(self._queues.running):
+        num_preempted = self.preemption.num_preempted
+        for group in self.fair_blocks.in_order(self.queues.running):
             if budget.turns is not None and not budget.turns.get(group):
                 continue
             if budget.tokens_for(group) > 0 and self._has_next_token(group.prompt):
@@ -232,7 +229,7 @@ class Scheduler:
                 budget.num_slots -= 1
                 continue
             # A victim of a preemption comes after the group that needs blocks, so it was not scheduled yet.
-            if self._preemption.num_preempted != num_preempted and group not in self._queues.running:
+            if self.preemption.num_preempted != num_preempted and group not in self.queues.running:
                 continue
             budget.num_slots -= group.num_slots
             chosen = self._choose_tokens(group, budget)
@@ -254,7 +251,7 @@ class Scheduler:
         if not sequence.is_plain or len(sequence.token_ids) > num_computed + 1 or sequence.draft_token_ids:
             return False
         num_free = len(sequence.block_table) * self.config.block_size - num_computed
-        return num_free > 0 or (num_free == 0 and self._tables.add_block(sequence))
+        return num_free > 0 or (num_free == 0 and self.tables.add_block(sequence))
 
     def _choose_tokens(self, group: SequenceGroup, budget: _Budget) -> list[ScheduledSequence]:
         """Return which sequences of a group to compute in this step, and how many tokens of each.
@@ -302,23 +299,23 @@ class Scheduler:
             if not sequence.block_table:
                 if first.num_sealed_blocks < first.num_prompt_tokens // self.config.block_size:
                     continue
-                self._tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
+                self.tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
             started.append(sequence)
         return started
 
     def _has_room(self, chosen: list[ScheduledSequence]) -> bool:
         """Return whether there are blocks for the chosen tokens."""
-        return self._tables.num_appended_blocks(chosen) <= self._tables.pool.num_allocatable
+        return self.tables.num_appended_blocks(chosen) <= self.tables.pool.num_allocatable
 
     def _make_room(self, group: SequenceGroup, chosen: list[ScheduledSequence], schedule: Schedule) -> bool:
         """Preempt the last groups until there are blocks for the chosen tokens; return whether there are."""
         while not self._has_room(chosen):
-            victim = self._fair_blocks.last_victim()
+            victim = self.fair_blocks.last_victim()
             # A running group has no blocks if those of its sequences that had some have ended. A group that
             # comes before it gives up none for it. A transfer in flight later frees its blocks, or runs.
-            if victim is None or self._fair_blocks.position(victim) < self._fair_blocks.position(group):
+            if victim is None or self.fair_blocks.position(victim) < self.fair_blocks.position(group):
                 return False
-            self._preemption.preempt(victim, schedule)
+            self.preemption.preempt(victim, schedule)
             if victim is group:
                 return False
         return True
@@ -326,7 +323,7 @@ class Scheduler:
     def _append(self, chosen: list[ScheduledSequence], schedule: Schedule) -> None:
         """Extend the tables by the chosen tokens; plan copies of shared blocks that will be written."""
         for sequence, num_tokens in chosen:
-            if (copy := self._tables.append(sequence, num_tokens)) is not None:
+            if (copy := self.tables.append(sequence, num_tokens)) is not None:
                 schedule.copies.append(copy)
 
     # --- waiting groups -----------------------------------------------------------------------------------
@@ -337,16 +334,16 @@ class Scheduler:
         A group with blocks may pass a group without, and any group one of another client for which the step
         has no sequence or token left. A group that has a turn may also pass larger ones of its own client.
         """
-        queues = self._queues
+        queues = self.queues
         owed: dict[str, int] = {}
         queues.num_owed_blocks = owed
         oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
         starting = set(budget.turns or ()).difference(queues.running)
         smallest: dict[str, int] = {}  # sequences of a group that was passed, by client
-        for group in self._fair_blocks.in_order(queues.waiting):
+        for group in self.fair_blocks.in_order(queues.waiting):
             if group.arrival > oldest_transfer:
                 continue
-            if group.client not in owed and self._first_blocks.is_loading(group):
+            if group.client not in owed and self.first_blocks.is_loading(group):
                 continue
             starting.discard(group)
             is_behind = group.num_slots >= smallest.get(group.client, math.inf) or not budget.has_turn(group)
@@ -369,18 +366,16 @@ class Scheduler:
         num_blocks = 0
         if not group.holds_blocks:
             swapped = group.swapped
-            num_blocks = (
-                len(swapped.host_ids) if swapped else self._tables.blocks_for(group.prompt.num_tokens)
-            )
+            num_blocks = len(swapped.host_ids) if swapped else self.tables.blocks_for(group.prompt.num_tokens)
         owed[group.client] = max(owed.get(group.client, 0), num_blocks)
 
     def _start(self, group: SequenceGroup, schedule: Schedule, budget: _Budget) -> bool:
         """Let a waiting group run if it can be admitted; return whether it can."""
         chosen = self._admit(group, schedule, budget)
         if chosen is None:
-            self._queues.note_blocks(group)
+            self.queues.note_blocks(group)
             return False
-        self._queues.start_group(group)
+        self.queues.start_group(group)
         schedule.sequences += chosen
         schedule.admitted.append(group.prompt)
         budget.num_slots -= group.num_slots
@@ -397,13 +392,13 @@ class Scheduler:
         """
 
         def num_next_blocks(group: SequenceGroup) -> int:
-            return self._tables.num_appended_blocks(self._choose_tokens(group, budget))
+            return self.tables.num_appended_blocks(self._choose_tokens(group, budget))
 
-        if group.swapped is not None and not self._preemption.swapping.swap_in(
+        if group.swapped is not None and not self.preemption.swapping.swap_in(
             group, schedule, num_next_blocks
         ):
             return None
-        if not group.holds_blocks and not self._first_blocks.allocate_for(group, schedule):
+        if not group.holds_blocks and not self.first_blocks.allocate_for(group, schedule):
             return None
         chosen = self._choose_tokens(group, budget)
         if not self._has_room(chosen):

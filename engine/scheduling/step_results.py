@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +24,7 @@ from quire.engine.sequences.sequence import ScheduledSequence, Sequence, Sequenc
 from quire.engine.sequences.stop_rules import StopRules
 
 
+@dataclass(eq=False)
 class StepResults:
     """Processes the results of one step after another; each step calls the methods in their order.
 
@@ -36,23 +38,15 @@ class StepResults:
         record_drafts: learns of a sequence's draft tokens, and how many of them were right.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        tables: BlockTables,
-        eviction: PagedEviction,
-        stop_rules: StopRules,
-        record_drafts: Callable[[Sequence, int, int], None] | None,
-    ) -> None:
-        self._requests = requests
-        self._tables = tables
-        self._eviction = eviction
-        self._stop_rules = stop_rules
-        self._record_drafts = record_drafts
-        # Of the current step:
-        self._failures = RequestFailures()
-        self._to_sample = SampledRows([], [])
-        self._beam_searches: dict[str, None] = {}
+    requests: Requests
+    tables: BlockTables
+    eviction: PagedEviction
+    stop_rules: StopRules
+    record_drafts: Callable[[Sequence, int, int], None] | None
+    # Of the current step:
+    _failures: RequestFailures = field(default_factory=RequestFailures, init=False)
+    _to_sample: SampledRows = field(default_factory=lambda: SampledRows([], []), init=False)
+    _beam_searches: dict[str, None] = field(default_factory=dict, init=False)
 
     def record_computed_tokens(
         self, scheduled: list[ScheduledSequence], prompt_logits: torch.Tensor | None
@@ -65,7 +59,7 @@ class StepResults:
         self._to_sample = sequences, rows = SampledRows([], [])
         if prompt_logits is not None:
             score_prompts(scheduled, prompt_logits, self._failures)
-        updates, tables, row = [], self._tables, 0
+        updates, tables, row = [], self.tables, 0
         for sequence, num_tokens in scheduled:
             num_drafts = len(sequence.draft_token_ids)
             sequence.num_computed_tokens = num_computed = (
@@ -97,14 +91,14 @@ class StepResults:
         if not is_done:
             return False
         if not sequence.samples_tokens:
-            self._requests.finish_sequence(sequence, SequenceStatus.FINISHED_HANDED_OVER)
+            self.requests.finish_sequence(sequence, SequenceStatus.FINISHED_HANDED_OVER)
             return False
-        group = self._requests.groups[sequence.attempt_id]
+        group = self.requests.groups[sequence.attempt_id]
         if group.beam is not None:
             self._beam_searches[sequence.attempt_id] = None
         elif sequence.attempt_id not in self._failures:
             # The prompt's last row gives the first token of every sample.
-            samples = [sequence] if group.is_forked else group.fork_samples(self._tables)
+            samples = [sequence] if group.is_forked else group.fork_samples(self.tables)
             self._to_sample.sequences.extend(samples)
             self._to_sample.rows.extend([row] * len(samples))
         return True
@@ -113,8 +107,8 @@ class StepResults:
         """Free the blocks that exceed a sequence's KV budget."""
         excess: list[int] = []
         with self._failures.catch(sequence.attempt_id):
-            excess = self._eviction.choose(sequence)
-        self._tables.drop(sequence, excess)
+            excess = self.eviction.choose(sequence)
+        self.tables.drop(sequence, excess)
 
     def sample(self, logits: torch.Tensor) -> list[SequenceUpdate]:
         """Sample tokens for the sequences that were computed to their end; return updates with the tokens."""
@@ -123,7 +117,7 @@ class StepResults:
             pairs = zip(*to_sample, strict=True)
             kept = [each for each in pairs if each[0].attempt_id not in failures]
             to_sample = SampledRows([sequence for sequence, _ in kept], [row for _, row in kept])
-        updates, errors = sample_tokens(to_sample, logits, self._stop_rules)
+        updates, errors = sample_tokens(to_sample, logits, self.stop_rules)
         failures.errors |= errors
         return updates
 
@@ -142,22 +136,22 @@ class StepResults:
             extensions: list[BeamExtension] = []
             with self._failures.catch(group.attempt_id):
                 beam_logits = logits[[rows[id(beam)] for beam in beams]]
-                extensions = choose_extensions(group.beam, beams, beam_logits, self._stop_rules.eos_token_ids)
+                extensions = choose_extensions(group.beam, beams, beam_logits, self.stop_rules.eos_token_ids)
             if group.attempt_id in self._failures:
                 continue
             # The last step extends no beam, but ends answers.
             group.prompt.tally.num_generated_tokens += len(extensions or group.beam.hypotheses)
             if group.beam.is_done:
-                self._requests.discard_group(group, SequenceStatus.FINISHED_STOPPED)
+                self.requests.discard_group(group, SequenceStatus.FINISHED_STOPPED)
                 updates += answers(group.beam, group.prompt)
             else:
-                group.extend_beams(extensions, self._tables)
+                group.extend_beams(extensions, self.tables)
                 num_computed = group.sequences[0].num_computed_tokens
                 updates.append(SequenceUpdate(group.prompt, num_computed, [], SequenceStatus.DECODING))
         return updates
 
     def _computed_beam_searches(self) -> list[SequenceGroup]:
-        groups = [self._requests.groups[attempt_id] for attempt_id in self._beam_searches]
+        groups = [self.requests.groups[attempt_id] for attempt_id in self._beam_searches]
         return [
             group for group in groups if all(s.num_computed_tokens == s.num_tokens for s in group.sequences)
         ]
@@ -166,12 +160,12 @@ class StepResults:
         """Free the sequences that ended with their tokens; return the updates, except of failed requests."""
         if self._failures.errors:
             sampled = [each for each in sampled if each.sequence.attempt_id not in self._failures]
-        if self._record_drafts is not None:
+        if self.record_drafts is not None:
             for each in sampled:
                 if each.sequence.draft_token_ids:
-                    self._keep_accepted(each, self._record_drafts)
+                    self._keep_accepted(each, self.record_drafts)
         for ended in [each for each in sampled if each.status is not SequenceStatus.DECODING]:
-            self._requests.finish_sequence(ended.sequence, ended.status)
+            self.requests.finish_sequence(ended.sequence, ended.status)
         return sampled
 
     def _keep_accepted(
@@ -183,8 +177,8 @@ class StepResults:
         record_drafts(sequence, len(sequence.draft_token_ids), update.num_accepted_tokens)
         sequence.num_computed_tokens += update.num_accepted_tokens
         sequence.draft_token_ids = []
-        self._tables.seal(sequence)
-        self._tables.trim(sequence)
+        self.tables.seal(sequence)
+        self.tables.trim(sequence)
 
     def end_failed_requests(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
         """End the requests that failed in this step; replace their updates by one with the error."""
@@ -194,12 +188,12 @@ class StepResults:
         return kept + [self._fail(attempt_id, error) for attempt_id, error in self._failures.errors.items()]
 
     def _fail(self, attempt_id: str, error: RequestFailedError) -> SequenceUpdate:
-        group = self._requests.groups[attempt_id]
+        group = self.requests.groups[attempt_id]
         prompt, status = group.prompt, SequenceStatus.FINISHED_FAILED
         if prompt.stops_after_prefill:
             # A transfer may be reading its blocks. Like those of a finished prefill, they stay until they
             # are released.
-            self._requests.finish_sequence(prompt, status)
+            self.requests.finish_sequence(prompt, status)
         else:
-            self._requests.discard_group(group, status)
+            self.requests.discard_group(group, status)
         return SequenceUpdate(prompt, prompt.num_computed_tokens, [], status, error=error)

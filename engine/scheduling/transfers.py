@@ -13,6 +13,7 @@ its prompt that was cached here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
 
 from quire.engine.errors import failing_request
@@ -35,6 +36,7 @@ def num_transferred_tokens(prompt: Sequence) -> int:
     return prompt.num_tokens if prompt.params.num_sequences == 1 else prompt.num_tokens - 1
 
 
+@dataclass(eq=False)
 class Transfers:
     """Gives blocks to requests whose prompts another worker computes, and admits them.
 
@@ -47,26 +49,17 @@ class Transfers:
         stop_rules: decide whether the first token ends a request.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        queues: GroupQueues,
-        fair_blocks: FairBlocks,
-        tables: BlockTables,
-        eviction: PagedEviction,
-        stop_rules: StopRules,
-    ) -> None:
-        self._requests = requests
-        self._queues = queues
-        self._fair_blocks = fair_blocks
-        self._tables = tables
-        self._eviction = eviction
-        self._stop_rules = stop_rules
+    requests: Requests
+    queues: GroupQueues
+    fair_blocks: FairBlocks
+    tables: BlockTables
+    eviction: PagedEviction
+    stop_rules: StopRules
 
     @property
     def num_waiting(self) -> int:
         """Number of accepted requests whose blocks cannot all be allocated yet."""
-        return len(self._queues.transfers)
+        return len(self.queues.transfers)
 
     def accept(self, prompt: Sequence) -> int:
         """Take a request whose prompt another worker computes; return the index of the first block it lacks.
@@ -79,12 +72,12 @@ class Transfers:
             RequestTooLongError: the request can never fit.
             KvBudgetError: its KV budget cannot be kept.
         """
-        self._requests.register(prompt)
+        self.requests.register(prompt)
         prompt.status = SequenceStatus.TRANSFERRING
         num_tokens = num_transferred_tokens(prompt)
-        self._tables.bring_prefix(prompt)
-        self._tables.take_cached_prefix(prompt, max_tokens=num_tokens)
-        self._tables.drop_unseen(prompt, num_tokens)
+        self.tables.bring_prefix(prompt)
+        self.tables.take_cached_prefix(prompt, max_tokens=num_tokens)
+        self.tables.drop_unseen(prompt, num_tokens)
         return len(prompt.block_table)
 
     def reserve(self, attempt_id: str, on_outcome: OnOutcome) -> None:
@@ -100,14 +93,14 @@ class Transfers:
         Raises:
             KeyError: the request has ended.
         """
-        self._queues.add_transfer(self._requests.groups[attempt_id], on_outcome)
+        self.queues.add_transfer(self.requests.groups[attempt_id], on_outcome)
 
     def grant_blocks(self) -> None:
         """Give free blocks to waiting transfers; end the newest one if no other group will free blocks.
 
         Call this after anything that may free blocks. ``Engine.step`` does so itself.
         """
-        while self._grant_next() or (self._queues.is_idle and self.end_deadlocked()):
+        while self._grant_next() or (self.queues.is_idle and self.end_deadlocked()):
             pass
 
     def _grant_next(self) -> bool:
@@ -116,18 +109,18 @@ class Transfers:
         Returns:
             Whether it got them; False if no transfer waits.
         """
-        transfers = list(self._queues.transfers)
+        transfers = list(self.queues.transfers)
         if not transfers:
             return False
-        group = self._fair_blocks.in_order(transfers)[0]
+        group = self.fair_blocks.in_order(transfers)[0]
         if group is not transfers[0] and not self._may_pass(group, transfers):
             group = transfers[0]
         if self._is_behind_waiting_group(group):
             return False
-        if self._tables.num_missing(group.prompt) > self._queues.num_spare_blocks:
+        if self.tables.num_missing(group.prompt) > self.queues.num_spare_blocks:
             return False
-        self._tables.reserve(group.prompt)
-        self._queues.transfers.pop(group)(True)
+        self.tables.reserve(group.prompt)
+        self.queues.transfers.pop(group)(True)
         return True
 
     def _may_pass(self, transfer: SequenceGroup, transfers: list[SequenceGroup]) -> bool:
@@ -139,13 +132,11 @@ class Transfers:
         if self._is_behind_waiting_group(transfer):
             return False
         older = set(takewhile(lambda group: group is not transfer, transfers))
-        prompts = [group.prompt for group in self._requests.groups.values() if group not in older]
+        prompts = [group.prompt for group in self.requests.groups.values() if group not in older]
         granted = (each for each in prompts if each.status is SequenceStatus.TRANSFERRING)
         num_granted = sum(len(each.held_blocks) for each in granted)
-        largest = max(self._tables.blocks_for(group.prompt.num_tokens) for group in older)
-        return (
-            num_granted + self._tables.num_missing(transfer.prompt) + largest <= self._tables.pool.num_blocks
-        )
+        largest = max(self.tables.blocks_for(group.prompt.num_tokens) for group in older)
+        return num_granted + self.tables.num_missing(transfer.prompt) + largest <= self.tables.pool.num_blocks
 
     def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
         """Return whether an older group than a transfer waits for all its blocks.
@@ -157,13 +148,13 @@ class Transfers:
         def is_larger(group: SequenceGroup) -> bool:
             return group.lack is None and group.num_slots > transfer.num_slots
 
-        older = takewhile(lambda group: group.arrival < transfer.arrival, self._queues.waiting)
-        passed = self._queues.num_owed_blocks
+        older = takewhile(lambda group: group.arrival < transfer.arrival, self.queues.waiting)
+        passed = self.queues.num_owed_blocks
         return any(
             not group.holds_blocks
             and not group.is_loading
             and not (group.client in passed and (group.client != transfer.client or is_larger(group)))
-            and self._fair_blocks.rank(group) <= self._fair_blocks.rank(transfer)
+            and self.fair_blocks.rank(group) <= self.fair_blocks.rank(transfer)
             for group in older
         )
 
@@ -173,11 +164,11 @@ class Transfers:
         Returns:
             Whether it was ended; its blocks are free then.
         """
-        transfers = self._queues.transfers
+        transfers = self.queues.transfers
         held = {block_id for group in transfers for block_id in group.prompt.held_blocks}
-        if not transfers or self._tables.pool.counts.used > len(held):
+        if not transfers or self.tables.pool.counts.used > len(held):
             return False
-        self._requests.discard_group(next(reversed(transfers)), SequenceStatus.FINISHED_ABORTED)
+        self.requests.discard_group(next(reversed(transfers)), SequenceStatus.FINISHED_ABORTED)
         return True
 
     def admit(self, attempt_id: str, first_token_id: int | None) -> SequenceUpdate:
@@ -189,19 +180,19 @@ class Transfers:
         Raises:
             RequestFailedError: the request cannot go on.
         """
-        group = self._requests.groups[attempt_id]
+        group = self.requests.groups[attempt_id]
         prompt = group.prompt
         prompt.num_computed_tokens = num_transferred_tokens(prompt)
-        self._tables.seal(prompt)
+        self.tables.seal(prompt)
         with failing_request(attempt_id):
-            excess = self._eviction.choose(prompt)
-        self._tables.drop(prompt, excess)
+            excess = self.eviction.choose(prompt)
+        self.tables.drop(prompt, excess)
         prompt.status = SequenceStatus.WAITING
         if first_token_id is not None:
             prompt.token_ids.append(first_token_id)
-            prompt.status = self._stop_rules.status_after_token(prompt)
+            prompt.status = self.stop_rules.status_after_token(prompt)
         if prompt.status.is_finished:
-            self._requests.finish_sequence(prompt, prompt.status)
+            self.requests.finish_sequence(prompt, prompt.status)
         else:
-            self._requests.queue_group(group)
+            self.requests.queue_group(group)
         return SequenceUpdate(prompt, prompt.num_computed_tokens, [], prompt.status)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.tiers import CacheTiers
@@ -22,6 +23,7 @@ _MIN_PARTIAL_HIT = 0.25
 """Smallest share of a block's tokens for which copying the block is faster than computing the tokens."""
 
 
+@dataclass(eq=False)
 class BlockTables:
     """Extends and shortens the tables of sequences over one pool.
 
@@ -34,22 +36,15 @@ class BlockTables:
         tiers: the prefix cache below the pool; None means that there is none.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        hash_block: HashBlock,
-        window: int | None = None,
-        max_step_tokens: int = 0,
-        tiers: CacheTiers | None = None,
-    ) -> None:
-        self.pool = pool
-        self.block_size = block_size
-        self._hash_block = hash_block
-        self.window = window
-        self._max_step_tokens = max_step_tokens
-        self._tiers = tiers
-        self._block_tokens = BlockTokens(pool)
+    pool: BlockPool
+    block_size: int
+    hash_block: HashBlock
+    window: int | None = None
+    max_step_tokens: int = 0
+    tiers: CacheTiers | None = None
+
+    def __post_init__(self) -> None:
+        self._block_tokens = BlockTokens(self.pool)
 
     # --- the cached prefix --------------------------------------------------------------------------------
 
@@ -58,7 +53,7 @@ class BlockTables:
 
         For a sequence that is computed here, ``max_tokens`` excludes the last token, whose logits are needed.
         """
-        sequence.extend_hashes(self.block_size, self._hash_block)
+        sequence.extend_hashes(self.block_size, self.hash_block)
         max_tokens = min(max_tokens, sequence.max_cached_tokens)
         block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
         self.pool.share(block_ids)
@@ -84,13 +79,13 @@ class BlockTables:
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all full blocks that a sequence may take from the cache."""
-        sequence.extend_hashes(self.block_size, self._hash_block)
+        sequence.extend_hashes(self.block_size, self.hash_block)
         return sequence.block_hashes[: sequence.max_cached_tokens // self.block_size]
 
     def bring_prefix(self, sequence: Sequence) -> None:
         """Copy a prompt's blocks that are in host memory into the pool; call this only between steps."""
-        if self._tiers is not None:
-            self._tiers.promote_into(self.pool, self.prefix_hashes(sequence))
+        if self.tiers is not None:
+            self.tiers.promote_into(self.pool, self.prefix_hashes(sequence))
 
     # --- growing a table ----------------------------------------------------------------------------------
 
@@ -179,7 +174,7 @@ class BlockTables:
         num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.block_size
         if num_full == sequence.num_sealed_blocks:
             return
-        sequence.extend_hashes(self.block_size, self._hash_block)
+        sequence.extend_hashes(self.block_size, self.hash_block)
         self.seal_blocks(sequence, num_full)
 
     def seal_blocks(self, sequence: Sequence, num_full: int) -> None:
@@ -261,7 +256,7 @@ class BlockTables:
             return at_end
         # A window may begin and end in the middle of a block, and so may the new tokens of a step.
         in_windows = num_sequences * (self.blocks_for(self.window - 1) + 2)
-        return min(at_end, in_windows + self._max_step_tokens // self.block_size)
+        return min(at_end, in_windows + self.max_step_tokens // self.block_size)
 
     def _first_seen_block(self, position: int) -> int:
         """Return the index of the first block that a token at ``position`` attends to."""

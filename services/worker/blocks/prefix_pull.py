@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Sequence as Items
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
 
 from quire.engine.engine import Engine
@@ -34,47 +35,38 @@ PULL_SECONDS = 5.0
 _log = get_logger("worker")
 
 
+@dataclass(eq=False)
 class PrefixPuller:
     """Fills this worker's prefix cache from its peers'."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        memory: KvMemory,
-        layout: KvLayout,
-        hash_block: HashBlock,
-        channels: ChannelPool,
-        metrics: TransferMetrics,
-        transports: Transports,
-    ) -> None:
-        self._transports = transports
-        self._engine = engine
-        self._memory = memory
-        self._layout = layout
-        self._hash_block = hash_block
-        self._channels = channels
-        self._metrics = metrics
+    engine: EngineThread
+    memory: KvMemory
+    layout: KvLayout
+    hash_block: HashBlock
+    channels: ChannelPool
+    metrics: TransferMetrics
+    transports: Transports
 
     async def pull(self, sequence: Sequence, source: worker_pb2.PullSource) -> worker_pb2.PullSummary:
         """Copy the blocks that the peer should have and this worker lacks; return what arrived.
 
         They are in the prefix cache when this returns: the engine finds them when it admits the sequence.
         """
-        await asyncio.to_thread(sequence.extend_hashes, self._layout.block_size, self._hash_block)
+        await asyncio.to_thread(sequence.extend_hashes, self.layout.block_size, self.hash_block)
         # The last token is always computed, for its logits.
-        num_usable = min(sequence.max_cached_tokens, sequence.num_tokens - 1) // self._layout.block_size
+        num_usable = min(sequence.max_cached_tokens, sequence.num_tokens - 1) // self.layout.block_size
         block_hashes = sequence.block_hashes[: min(source.num_blocks, num_usable)]
         if not block_hashes:
             return worker_pb2.PullSummary()
         start = perf_counter()
-        pulled = _PulledBlocks(f"pull:{sequence.attempt_id}", self._engine, self._memory, block_hashes)
+        pulled = _PulledBlocks(f"pull:{sequence.attempt_id}", self.engine, self.memory, block_hashes)
         failure = ""
         try:
             async with asyncio.timeout(source.timeout_ms / 1000 or PULL_SECONDS):
                 await self._fill(pulled, sequence.attempt_id, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
             failure = _reason(error)
-            self._metrics.record_failure("pull", failure)
+            self.metrics.record_failure("pull", failure)
             _log.warning(
                 "pull_failed",
                 attempt_id=sequence.attempt_id,
@@ -86,8 +78,8 @@ class PrefixPuller:
         finally:
             pulled.close()
         seconds = perf_counter() - start
-        num_bytes = pulled.num_written * self._layout.block_bytes
-        self._metrics.record_pull(pulled.num_written, num_bytes, seconds, pulled.transport)
+        num_bytes = pulled.num_written * self.layout.block_bytes
+        self.metrics.record_pull(pulled.num_written, num_bytes, seconds, pulled.transport)
         return worker_pb2.PullSummary(
             num_blocks=pulled.num_written,
             num_bytes=num_bytes,
@@ -101,19 +93,19 @@ class PrefixPuller:
         if not missing:
             return
         pull = BlockPull(
-            self._channels,
+            self.channels,
             Holder(source.address, source.epoch),
             attempt_id=attempt_id,
-            layout=self._layout,
+            layout=self.layout,
             block_hashes=missing,
             timeout=source.timeout_ms / 1000 or PULL_SECONDS,
-            transports=self._transports,
+            transports=self.transports,
         )
         async with pull:
             pulled.transport = pull.transport
             if pull.num_blocks < len(missing):
                 # Blocks were evicted that the index still names; the others are copied.
-                self._metrics.record_failure("pull", "evicted")
+                self.metrics.record_failure("pull", "evicted")
             if pull.num_blocks:
                 await pulled.reserve(pull.num_blocks)
                 async for frames in pull.frames():

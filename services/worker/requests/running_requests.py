@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
@@ -32,30 +33,25 @@ class Running(NamedTuple):
     phases: RequestPhases
 
 
+@dataclass(eq=False)
 class RunningRequests:
     """The requests of one worker, each served by one task for each attempt."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        state: WorkerState,
-        phases: PhaseMetrics,
-        tracer: Tracer,
-        loads: RequestLoads,
-    ) -> None:
-        self._engine = engine
-        self._state = state
-        self._phases = phases
-        self._tracer = tracer
-        self._loads = loads
-        self._handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = defaultdict(dict)
-        """The attempt that each task serves, by request."""
-        self._tallies: dict[str, Tally] = {}
-        """Those of attempts that have ended, by their ids.
+    engine: EngineThread
+    state: WorkerState
+    phases: PhaseMetrics
+    tracer: Tracer
+    loads: RequestLoads
+    _handlers: defaultdict[str, dict[asyncio.Task[Any], int]] = field(
+        default_factory=lambda: defaultdict(dict), init=False
+    )
+    """The attempt that each task serves, by request."""
+    _tallies: dict[str, Tally] = field(default_factory=dict, init=False)
+    """Those of attempts that have ended, by their ids.
 
-        A router may stop reading before it has all outputs, so it asks also for attempts that ended by
-        themselves.
-        """
+    A router may stop reading before it has all outputs, so it also asks for attempts that ended by
+    themselves.
+    """
 
     def __len__(self) -> int:
         return sum(map(len, self._handlers.values()))
@@ -78,36 +74,36 @@ class RunningRequests:
         attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
         assert task is not None
-        self._state.check_not_stopping()
-        if self._engine.is_subscribed(attempt_id):
+        self.state.check_not_stopping()
+        if self.engine.is_subscribed(attempt_id):
             raise AlreadyExists(f"request {attempt_id} is already here")
         self._handlers[sequence_id][task] = message.attempt
-        load = self._loads.counted(
+        load = self.loads.counted(
             attempt_id, message.load, is_resident=role == "decode", computes_prompt=computes_prompt
         )
         try:
             with (
                 load,
-                self._tracer.span(role, context.invocation_metadata()) as span,
+                self.tracer.span(role, context.invocation_metadata()) as span,
                 known_errors(sequence),
             ):
                 span.set(quire__sequence_id=sequence_id, quire__attempt=message.attempt)
                 updates = Updates()
-                self._engine.subscribe(attempt_id, updates.put)
-                yield Running(updates, RequestPhases(self._phases, span))
+                self.engine.subscribe(attempt_id, updates.put)
+                yield Running(updates, RequestPhases(self.phases, span))
         finally:
             self._tallies[attempt_id] = sequence.tally
             task.get_loop().call_later(TALLY_SECONDS, self._tallies.pop, attempt_id, None)
-            self._engine.unsubscribe(attempt_id)
+            self.engine.unsubscribe(attempt_id)
             with suppress(EngineStoppedError):
-                self._engine.post(lambda e: e.abort(attempt_id))
+                self.engine.post(lambda e: e.abort(attempt_id))
             del self._handlers[sequence_id][task]
             if not self._handlers[sequence_id]:
                 del self._handlers[sequence_id]
 
     def record_computed(self, sequence: Sequence) -> None:
         """Subtract a computed prompt from the load that is reported to routers."""
-        self._loads.record_computed(sequence.attempt_id)
+        self.loads.record_computed(sequence.attempt_id)
 
     async def abort(self, sequence_ids: Iterable[str], attempt: int) -> int:
         """End the requests' attempts up to this one, and wait until they have ended.
@@ -127,7 +123,7 @@ class RunningRequests:
             return 0
         with suppress(EngineStoppedError):
             # The step during which they ended counts too; this runs after it.
-            await self._engine.call(lambda engine: None)
+            await self.engine.call(lambda engine: None)
         return sum(tally.num_generated_tokens for tally in tallies)
 
     def tasks(self) -> list[asyncio.Task[Any]]:
