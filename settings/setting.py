@@ -40,7 +40,7 @@ class Panel(StrEnum):
     PROCESS = "Process"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """How users give the value of one field.
 
@@ -105,16 +105,7 @@ def setting(
     Args:
         is_secret: leave the value out of the configuration's ``repr``, which may be logged.
     """
-    described = Setting(
-        flag=flag,
-        help=help,
-        panel=panel,
-        minimum=minimum,
-        maximum=maximum,
-        shown_default=shown_default,
-        is_size=is_size,
-        problem=problem,
-    )
+    described = Setting(flag, help, panel, minimum, maximum, shown_default, is_size, problem)
     return field(default=default, repr=not is_secret, metadata={_KEY: described})
 
 

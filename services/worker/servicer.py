@@ -15,34 +15,27 @@ from quire.services.worker.blocks.block_copier import BlockCopier
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.reports.metrics import EngineSnapshot, take_snapshot
 
-Prefill = Callable[[worker_pb2.PrefillRequest, Any], AsyncGenerator[worker_pb2.PrefillResponse, None]]
-Decode = Callable[[worker_pb2.DecodeRequest, Any], AsyncGenerator[worker_pb2.DecodeResponse, None]]
+PrefillCall = Callable[[worker_pb2.PrefillRequest, Any], AsyncGenerator[worker_pb2.PrefillResponse, None]]
+DecodeCall = Callable[[worker_pb2.DecodeRequest, Any], AsyncGenerator[worker_pb2.DecodeResponse, None]]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Prefill and decode over one engine."""
+    """Prefill and decode over one engine.
 
-    def __init__(self, parts: WorkerParts, prefill: Prefill, decode: Decode) -> None:
+    Args:
+        parts: what both share.
+        prefill: computes a prompt and pushes its blocks.
+        decode: generates from a prompt whose blocks are pushed here, or computed here.
+    """
+
+    Prefill: PrefillCall
+    Decode: DecodeCall
+
+    def __init__(self, parts: WorkerParts, prefill: PrefillCall, decode: DecodeCall) -> None:
         self._parts = parts
-        self._prefill = prefill
-        self._decode = decode
+        self.Prefill = prefill
+        self.Decode = decode
         self._copier = BlockCopier(parts.engine, parts.puller)
-
-    async def Prefill(
-        self, request: worker_pb2.PrefillRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
-        """Compute a prompt and push its blocks."""
-        async with aclosing(self._prefill(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    async def Decode(
-        self, request: worker_pb2.DecodeRequest, context: Any
-    ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
-        """Generate from a prompt whose blocks are pushed here, or computed here."""
-        async with aclosing(self._decode(request, context)) as responses:
-            async for response in responses:
-                yield response
 
     async def StreamOutputs(
         self, request: worker_pb2.StreamOutputsRequest, context: Any
