@@ -75,7 +75,7 @@ class Setup:
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         kvtransfer_pb2_grpc.add_KvPullServiceServicer_to_server(self.holder, server)
 
-    def pull(self) -> BlockPull:
+    def pull(self, timeout: float = WAIT_SECONDS) -> BlockPull:
         holder = Holder(self.address, EPOCH)
         return BlockPull(
             self.channels,
@@ -83,7 +83,7 @@ class Setup:
             attempt_id="r",
             layout=LAYOUT,
             block_hashes=HASHES,
-            timeout=WAIT_SECONDS,
+            timeout=timeout,
         )
 
     async def num_open(self) -> int:
@@ -171,6 +171,14 @@ async def test_an_unreachable_holder_releases_its_channel(setup: Setup) -> None:
             pass
     assert failed.value.status is grpc.StatusCode.UNAVAILABLE
     assert await setup.num_open() == 0
+
+
+async def test_a_holder_that_takes_too_long_is_given_up(setup: Setup) -> None:
+    setup.holder.messages, setup.holder.never_ends = [], True
+    async with setup.pull(timeout=0.2) as pull:
+        with pytest.raises(PullFailedError) as late:
+            await read(pull)
+    assert late.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_release_that_fails_is_no_error(setup: Setup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import NoBlocksError, TransferError
 from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.leases import BlockLeases
+from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
@@ -142,6 +143,19 @@ async def test_the_pools_error_reaches_the_puller_with_its_status(setup: Setup) 
     with pytest.raises(grpc.aio.AioRpcError, match="the worker stops") as refused:
         await setup.pin()
     assert refused.value.code() is NoBlocksError.code
+
+
+async def test_another_layout_is_refused(setup: Setup) -> None:
+    layout = layout_to_proto(replace(LAYOUT, head_dim=16))
+    with pytest.raises(grpc.aio.AioRpcError, match="head_dim is 8 here and 16 there") as refused:
+        await setup.stub.Pin(pb.PinRequest(holder_epoch="epoch", layout=layout, block_hashes=HASHES))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_renewed_lease_has_its_whole_time_again(setup: Setup) -> None:
+    pinned = await setup.pin()
+    renewed = await setup.stub.Renew(pb.RenewRequest(lease_id=pinned.lease_id))
+    assert renewed.expires_in_ms == pinned.expires_in_ms == LEASE_SECONDS * 1000
 
 
 async def test_an_unknown_lease_is_not_found(setup: Setup) -> None:

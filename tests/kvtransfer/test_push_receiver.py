@@ -79,8 +79,8 @@ def opening(**changes: Any) -> pb.PushRequest:
     return pb.PushRequest(open=pb.PushOpen(**fields | changes))
 
 
-def block(index: int, num_bytes: int = LAYOUT.block_bytes) -> pb.PushRequest:
-    return frames.to_proto([Frame(index, b"", bytes(num_bytes))])
+def block(index: int, payload: bytes = bytes(LAYOUT.block_bytes)) -> pb.PushRequest:
+    return frames.to_proto([Frame(index, b"", payload)])
 
 
 def commit(**fields: int) -> pb.PushRequest:
@@ -139,6 +139,12 @@ async def test_a_whole_push_is_written_in_order_and_committed_once(setup: Setup)
     assert setup.failures() == {}
 
 
+async def test_a_block_that_is_repeated_changes_nothing(setup: Setup) -> None:
+    other_bytes = b"\x01" * LAYOUT.block_bytes
+    await setup.push([opening(), block(0), block(0, other_bytes), *WHOLE[2:]])
+    assert setup.sink.events == ["open", 0, 1, 2, "commit", 0]
+
+
 async def test_without_a_first_token_the_sink_samples_it(setup: Setup) -> None:
     await setup.push([opening(num_blocks=0), commit()])
     assert setup.sink.events == ["open", "commit", None]
@@ -152,8 +158,10 @@ async def test_without_a_first_token_the_sink_samples_it(setup: Setup) -> None:
         (WHOLE[:-1], "sender_gone"),
         (WHOLE[1:], "protocol"),
         ([opening(), opening()], "protocol"),
+        ([opening(), pb.PushRequest()], "protocol"),
+        ([opening(), block(1)], "protocol"),
         ([opening(), commit()], "protocol"),
-        ([opening(), block(0, LAYOUT.block_bytes - 1)], "protocol"),
+        ([opening(), block(0, bytes(LAYOUT.block_bytes - 1))], "protocol"),
         ([opening(receiver_epoch="an older one")], "stale_epoch"),
         ([opening(layout=pb.KvLayout())], "layout_mismatch"),
     ],

@@ -99,6 +99,8 @@ async def test_a_push_brings_the_bytes_and_is_counted(pair: Pair, transport: Tra
     assert (pair.target.first_token_id, pair.target.reasons) == (FIRST_TOKEN, [])
     assert (summary.num_blocks, summary.num_bytes, summary.transport) == (17, 17 * BLOCK, transport)
     assert 0 <= summary.credit_wait_seconds <= summary.seconds
+    for name in ("push_seconds_count", "credit_wait_seconds_count"):
+        assert pair.sample(name) == 1
     assert pair.sample("transfer_blocks_total", direction="received") == 17
     for direction in ("sent", "received"):
         labels = {"direction": direction, "transport": transport}
