@@ -215,19 +215,6 @@ async def test_an_answer_that_outlasts_a_routers_grace_period_continues(routers:
     assert process.wait(START_SECONDS) == 0
 
 
-async def test_a_stop_string_is_met_on_the_other_router(routers: list[RouterProcess]) -> None:
-    prompt = make_prompt(PROMPT_LENGTH, seed=4)
-    options: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "seed": 21, "request_id": "same"}
-    async with AsyncClient(routers[1].address, timeout=60) as client:
-        plain = await client.generate(prompt, **options)
-        position = next(i for i in range(200, len(plain.text)) if plain.text.find(plain.text[i : i + 6]) == i)
-        options["stop"] = [plain.text[position : position + 6]]
-        undisturbed = [delta async for delta in client.stream(prompt, **options)]
-    assert undisturbed[-1].finish_reason == "stop"
-    broken = await killed_stream(routers, prompt, 8, **options)
-    assert summary(broken) == summary(undisturbed)
-
-
 async def test_new_calls_use_the_other_router_until_the_first_one_serves_again(
     routers: list[RouterProcess],
 ) -> None:
@@ -246,25 +233,6 @@ async def test_new_calls_use_the_other_router_until_the_first_one_serves_again(
         routers[1].kill()
         found = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
         assert found.token_ids == expected.token_ids
-
-
-async def test_a_sync_stream_survives_too(routers: list[RouterProcess]) -> None:
-    prompt = make_prompt(PROMPT_LENGTH, seed=6)
-    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "seed": 2, "request_id": "same"}
-
-    def run() -> tuple[list[Delta], list[Delta]]:
-        with Client(routers[1].address, timeout=60) as client:
-            undisturbed = list(client.stream(prompt, **options))
-        deltas = []
-        with Client([router.address for router in routers], timeout=60) as client:
-            for delta in client.stream(prompt, **options):
-                deltas.append(delta)
-                if len(deltas) == 8:
-                    routers[0].kill()
-        return undisturbed, deltas
-
-    undisturbed, broken = await asyncio.to_thread(run)
-    assert summary(broken) == summary(undisturbed)
 
 
 async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_back(

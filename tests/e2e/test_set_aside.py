@@ -188,17 +188,6 @@ async def begun(setup: Setup, prompt: list[int]) -> tuple[AsyncIterator[Delta], 
     return stream, tokens
 
 
-async def test_a_stream_soon_continues_when_its_worker_is_killed(start_workers: Any) -> None:
-    with start_workers() as processes:
-        async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
-            prompt = make_prompt(40)
-            expected = list((await setup.client.generate(prompt, **OPTIONS)).token_ids)
-            stream, tokens = await begun(setup, prompt)
-            setup.processes[setup.busy().address].kill()
-            rest, num_retries = await finished(stream)
-            assert (tokens + rest, num_retries) == (expected, 1)
-
-
 FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], None]]] = {
     "stopped": (
         lambda setup, address: setup.processes[address].send_signal(signal.SIGSTOP),

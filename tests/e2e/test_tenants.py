@@ -14,14 +14,10 @@ import grpc
 import pytest
 import redis
 import trustme
-from typer.testing import CliRunner
 
-from quire.cli.app import make_app
 from quire.client import AsyncClient, GenerationOptions, Tls, Unavailable
 from quire.client.admin import AdminClient
-from quire.kvindex.block_hash import CacheScope, block_hashes, root_hash
-from quire.protos import inference_pb2, kvtransfer_pb2, worker_pb2
-from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub
+from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.rpc.proof import Peer
 from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
@@ -141,41 +137,6 @@ async def test_the_same_prompt_of_another_tenant_finds_nothing(secured: Secured,
     assert len(of_globex) == len(of_acme)
 
 
-def test_the_command_reaches_router_and_workers(secured: Secured) -> None:
-    def quire(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(make_app(), list(arguments))
-        return result.exit_code, result.stdout
-
-    router, worker = secured.stack.address, secured.stack.ready["decode-0"].address
-    public = ["--tls-ca", str(secured.ca), "--tls-name", "localhost"]
-    cluster = ["--tls-ca", str(secured.files.authority), "--tls-name", CLUSTER_NAME]
-    shown = ["--tls-client-cert", str(secured.files.certificate), "--tls-client-key", str(secured.files.key)]
-    assert quire("health", router, *public) == (0, "serving\n")
-    assert quire("health", worker, *cluster, *shown) == (0, "serving\n")
-    for refused in (["health", router], ["health", worker, *cluster]):
-        assert quire(*refused)[0] == 1
-    greedy = ["--temperature", "0", "--max-tokens", "4"]
-    asking = ["generate", "hello", "--address", router, *greedy, *public]
-    assert quire(*asking)[0] == 1
-    assert quire(*asking, "--api-key", secured.keys["acme"])[0] == 0
-
-
-async def test_a_salt_is_no_tenant_and_only_narrows(secured: Secured) -> None:
-    prompt = make_prompt(LENGTH, seed=2)
-
-    async def cached(client: AsyncClient, salt: str | None) -> int:
-        answer = await client.generate(prompt, max_tokens=1, cache_salt=salt)
-        return answer.usage.cached_prompt_tokens
-
-    async with secured.client("acme") as acme, secured.client("globex") as globex:
-        assert await cached(globex, None) == 0
-        for salt in ("globex", "acme", "", "\0", "globex\x00"):
-            assert await cached(acme, salt) == 0
-            assert await cached(acme, salt) == HIT
-        assert await cached(globex, "globex") == 0
-        assert await cached(globex, None) == HIT
-
-
 async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured) -> None:
     prompt = make_prompt(LENGTH, seed=3)
 
@@ -207,28 +168,6 @@ async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured) -> None:
                 await decode.outputs()
             assert decode.accepted.accepted.pulled.num_blocks == num_pulled
             assert decode.accepted.accepted.num_cached_tokens == 16 * num_pulled
-
-
-async def test_a_hash_that_was_guessed_without_the_secret_opens_nothing(secured: Secured) -> None:
-    prompt = make_prompt(LENGTH, seed=4)
-    async with secured.client("acme") as acme:
-        await acme.generate(prompt, max_tokens=1)
-    async with secured.worker("prefill-0") as channel:
-        info = await WorkerServiceStub(channel).GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
-        stub = KvPullServiceStub(channel)
-
-        async def pinned(secret: bytes) -> int:
-            root = root_hash(info.cache_descriptor, secret, CacheScope("acme"))
-            request = kvtransfer_pb2.PinRequest(
-                holder_epoch=info.epoch, layout=info.layout, block_hashes=block_hashes(root, prompt, 16)
-            )
-            answer: kvtransfer_pb2.PinResponse = await stub.Pin(request)
-            await stub.Release(kvtransfer_pb2.ReleaseRequest(lease_id=answer.lease_id))
-            return answer.num_blocks
-
-        assert await pinned(b"") == 0
-        assert await pinned(b"guessed") == 0
-        assert await pinned(SECRET.encode()) == LENGTH // 16
 
 
 async def test_no_client_connects_without_a_certificate_or_in_clear(secured: Secured) -> None:

@@ -138,15 +138,6 @@ async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_workers_describe_their_blocks_alike(stack: RunningStack) -> None:
-    async with connect(stack) as (_, workers):
-        request = worker_pb2.GetWorkerInfoRequest()
-        infos = [await stub.GetWorkerInfo(request) for stub in workers.values()]
-        assert len({each.cache_descriptor for each in infos}) == 1
-        assert {each.layout.num_kv_heads for each in infos} == {4}
-    assert {name: len(ranks_of(stack, name)) + 1 for name in SIZES} == SIZES
-
-
 async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack) -> None:
     """Prompts that no worker knows, that both know, and that the decode worker knows."""
     async with connect(stack) as (_, workers):

@@ -63,19 +63,6 @@ async def rejoined(client: AsyncClient) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_stream_continues_when_its_decode_worker_vanishes(stack: RunningStack, expected: Any) -> None:
-    prompt = make_prompt(60, seed=1)
-    async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
-        stream = client.stream(prompt, **GREEDY)
-        tokens = list((await anext(stream)).token_ids)
-        with vanished(stack, await busy(workers)):
-            async for delta in stream:
-                tokens += delta.token_ids
-        assert tokens == expected("llama", prompt)
-        await rejoined(client)
-        await wait_until_idle(workers)
-
-
 async def test_a_prompt_is_retried_elsewhere_when_its_prefill_worker_vanishes(
     stack: RunningStack, expected: Any
 ) -> None:

@@ -38,30 +38,6 @@ async def test_evicted_blocks_are_not_found(backend: Any, record: Any, depths: A
     assert await backend.num_entries() == 0
 
 
-async def test_a_new_life_forgets_the_old_one(backend: Any, record: Any, depths: Any) -> None:
-    lease = await joined(backend, record, "a")
-    await lease.publish(HASHES[:10])
-    await lease.join(record("a"))
-    assert await depths(backend.index, HASHES) == {}
-    await lease.publish(HASHES[:3])
-    assert await depths(backend.index, HASHES) == {"a": 3}
-
-
-async def test_a_zombie_is_fenced(backend: Any, record: Any, depths: Any) -> None:
-    zombie = await joined(backend, record, "a")
-    await zombie.publish(HASHES[:10])
-    successor = await joined(backend, record, "a")
-    await successor.publish(HASHES[:2])
-    with pytest.raises(LeaseLostError):
-        await zombie.publish(HASHES[:10])
-    with pytest.raises(LeaseLostError):
-        await zombie.beat()
-    await zombie.evict(HASHES[1::-1])
-    await zombie.leave()
-    assert await depths(backend.index, HASHES) == {"a": 2}
-    assert [member.worker_id for member in await backend.index.members()] == ["a"]
-
-
 async def test_a_lease_that_is_not_renewed_ends(backend: Any, record: Any, depths: Any, until: Any) -> None:
     lease = await joined(backend, record, "a", ttl_seconds=0.05)
     await lease.publish(HASHES[:10])

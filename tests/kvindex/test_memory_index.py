@@ -87,16 +87,3 @@ async def test_a_sweep_removes_the_invalid_entries_and_no_others(
     } == kept
     assert await setup.depths() == found
     assert await sweeper.sweep() == 0
-
-
-async def test_a_lease_that_was_taken_over_removes_nothing_of_its_successor() -> None:
-    setup = Setup()
-    old = await setup.join("a")
-    await old.publish(HASHES[:2])
-    new = await setup.join("a")
-    await new.publish(HASHES[:2])
-    await old.evict(HASHES[1::-1])
-    await old.leave()
-    assert await setup.depths() == {"a": 2}
-    await new.leave()
-    assert await setup.index.members() == []

@@ -92,7 +92,6 @@ class Target:
         self.first_token_id: int | None = None
         self.reasons: list[str] = []
         self.before_write: Callable[[int], None] = lambda index: None
-        self.commit_error: Exception | None = None
         self.progress = asyncio.Event()
         self.ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -110,8 +109,6 @@ class Target:
         self._loop.call_soon_threadsafe(self.progress.set)
 
     async def commit(self, first_token_id: int | None) -> None:
-        if self.commit_error is not None:
-            raise self.commit_error
         self.first_token_id = first_token_id
         self.ended.set()
 
