@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import (
+    GREEDY,
+    StartStack,
+    connect,
+    decode_worker,
+    make_prompt,
+    rest_of,
+    until_decode_workers,
+    wait_until_idle,
+)
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WAIT_SECONDS = 60.0
 LONG = 400
 """Tokens of an answer that goes on while its worker stops."""
-
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
-
-
-@contextmanager
-def decode_worker(model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command that containers run."""
-    settings = ["--dtype", "float32", "--num-blocks", "2048", "--log-level", "error", "--grace-period", "120"]
-    with subprocess.Popen([*QUIRE, "decode", str(model), "--redis-url", redis_url, *settings]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-async def until_decode_workers(client: AsyncClient, count: int) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while (await client.model_info()).num_decode_workers != count:
-            await asyncio.sleep(0.01)
-
-
-async def finish(stream: Any) -> tuple[list[int], int]:
-    """Return the tokens of the rest of a stream, and how often it was tried again."""
-    tokens: list[int] = []
-    async for delta in stream:
-        tokens += delta.token_ids
-    return tokens, delta.usage.retries
 
 
 async def test_no_client_notices_that_a_worker_is_stopped(
@@ -56,13 +33,13 @@ async def test_no_client_notices_that_a_worker_is_stopped(
     with (
         RedisProcess() as redis,
         start_stack("llama", redis_url=redis.url) as stack,
-        decode_worker(tiny_model("llama"), redis.worker_url) as worker,
+        decode_worker(tiny_model("llama"), redis.worker_url, "--grace-period", "120") as worker,
     ):
         async with connect(stack) as (client, workers):
             await until_decode_workers(client, 2)
             long = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
             firsts = [list((await anext(stream)).token_ids) for stream in long]
-            rests = [asyncio.create_task(finish(stream)) for stream in long]
+            rests = [asyncio.create_task(rest_of(stream)) for stream in long]
             worker.terminate()
             while worker.poll() is None:
                 answers = [client.generate(prompt, max_tokens=64, **GREEDY) for prompt in prompts]
@@ -85,7 +62,7 @@ async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: 
             stream = client.stream(prompt, max_tokens=64, **GREEDY)
             first = list((await anext(stream)).token_ids)
             stack.routers["router"].process.terminate()
-            tokens, num_retries = await finish(stream)
+            tokens, num_retries = await rest_of(stream)
             assert ([*first, *tokens], num_retries) == (expected("llama", prompt), 0)
             await asyncio.to_thread(stack.routers["router"].process.join, WAIT_SECONDS)
             assert stack.routers["router"].process.exitcode == 0

@@ -48,6 +48,14 @@ _ENDLESS = ("SubscribeKvEvents", "StreamOutputs", "WatchWorker")
 # What the client's own library says when a call ended while it was still writing; the server did not.
 _WRITE_FAILED = "Internal error from Core"
 OPEN_STREAM = "open"
+_SEARCH = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 _DEFECTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
 
 
@@ -294,14 +302,7 @@ def test_slightly_wrong_messages_meet_no_defect(
         unchanged = asyncio.run(outcome(stack, process, method, encoded_valid))
     assert unchanged in (grpc.StatusCode.OK, *_REFUSALS.get(method.name, ())), "the pattern itself is refused"
 
-    @settings(
-        max_examples=25,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @_SEARCH
     @given(st.tuples(*map(variants, valid)))
     def call(requests: tuple[Message, ...]) -> None:
         encoded = [each.SerializeToString() for each in requests]
@@ -313,14 +314,7 @@ def test_slightly_wrong_messages_meet_no_defect(
 
 @pytest.mark.parametrize(("process", "method"), CASES, ids=IDS)
 def test_random_messages_meet_no_defect(stack: RunningStack, process: str, method: MethodDescriptor) -> None:
-    @settings(
-        max_examples=25,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @_SEARCH
     @given(st.lists(messages(method.input_type), min_size=1, max_size=3 if method.client_streaming else 1))
     def call(requests: list[Message]) -> None:
         code = asyncio.run(outcome(stack, process, method, [each.SerializeToString() for each in requests]))

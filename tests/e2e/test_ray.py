@@ -20,9 +20,8 @@ import pytest
 
 from quire.client import AsyncClient, Unsupported
 from quire.client.admin import AdminClient, WorkerStatus
-from tests.testing.stacks import make_prompt
+from tests.testing.stacks import QUIRE, make_prompt
 
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 NUM_ANSWERS, NUM_TOKENS = 8, 400
 WAIT_SECONDS = 240.0
 

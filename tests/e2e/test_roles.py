@@ -12,26 +12,19 @@ from quire.client.admin import AdminClient
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import (
+    GREEDY,
+    StartStack,
+    connect,
+    make_prompt,
+    rest_of,
+    until_decode_workers,
+    wait_until_idle,
+)
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 WAIT_SECONDS = 30.0
 LONG = 300
 """Tokens of an answer that goes on while roles change."""
-
-
-async def until_decode_workers(client: AsyncClient, count: int) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while (await client.model_info()).num_decode_workers != count:
-            await asyncio.sleep(0.01)
-
-
-async def rest_of(stream: Any) -> tuple[list[int], int]:
-    """Return the tokens of the rest of a stream, and how often it was tried again."""
-    tokens: list[int] = []
-    async for delta in stream:
-        tokens += delta.token_ids
-    return tokens, delta.usage.retries
 
 
 async def test_a_worker_changes_its_role_while_it_serves(

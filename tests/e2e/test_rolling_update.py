@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from quire.kvindex.kv_layout import ARITHMETIC_VERSION
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import make_prompt
+from tests.testing.stacks import GREEDY, QUIRE, decode_worker, make_prompt
 from tests.testing.until import until
 
 WAIT_SECONDS = 60.0
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 NUM_NEW, LONG = 64, 400
-MAIN = "from quire.cli.main import main; main()"
 # The next version: every greedy token is one larger, and the layout says that the arithmetic differs.
 NEXT = f"""
 from functools import partial
@@ -32,19 +29,8 @@ from quire.services.worker.lifecycle import models
 forward = ModelRunner.forward
 ModelRunner.forward = lambda self, step: forward(self, step).roll(1, -1)
 models.KvLayout = partial(models.KvLayout, arithmetic_version=ARITHMETIC_VERSION + 1)
-{MAIN}
+{QUIRE[-1]}
 """
-
-
-@contextmanager
-def decode_worker(program: str, model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
-    settings = ["--dtype", "float32", "--num-blocks", "512", "--grace-period", "60"]
-    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url, *settings]
-    with subprocess.Popen([*command, "--log-level", "error"]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def versions(running: RunningRouter) -> list[int]:
@@ -67,10 +53,12 @@ async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_req
     with RedisProcess() as redis, ExitStack() as stack:
 
         def start(program: str) -> subprocess.Popen[bytes]:
-            return stack.enter_context(decode_worker(program, tiny_model("llama"), redis.worker_url))
+            return stack.enter_context(
+                decode_worker(tiny_model("llama"), redis.worker_url, "--grace-period", "60", program=program)
+            )
 
         config = RouterConfig(port=0, redis_url=redis.url, cluster_secret=b"shared", poll_seconds=0.1)
-        old = [start(MAIN) for _ in range(2)]
+        old = [start(QUIRE[-1]) for _ in range(2)]
         async with router(config) as running, AsyncClient(running.address, timeout=WAIT_SECONDS) as client:
             await until(lambda: versions(running) == [ARITHMETIC_VERSION] * 2)
             for _ in range(2):

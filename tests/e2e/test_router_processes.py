@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ import pytest
 from quire.client import Client, QuireError
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from tests.testing.stacks import QUIRE
 
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 WAIT_SECONDS = 90.0
 LISTENING = "0A"
 

@@ -6,18 +6,16 @@ import asyncio
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from quire.client import AsyncClient
-from tests.testing.stacks import make_prompt
+from tests.testing.stacks import QUIRE, make_prompt
 
 NUM_ANSWERS, NUM_TOKENS = 8, 300
 WAIT_SECONDS = 60.0
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 
 
 @pytest.fixture

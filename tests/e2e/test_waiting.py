@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +11,12 @@ from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import make_prompt
+from tests.testing.stacks import GREEDY, decode_worker, make_prompt, rest_of
 from tests.testing.until import until
 
 SECONDS = 300.0
 NUM_TOKENS, NUM_REQUESTS = 400, 3
-OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
-
-
-@contextmanager
-def decode_worker(model: Path, redis_url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command that containers run."""
-    settings = ["--dtype", "float32", "--num-blocks", "512", "--log-level", "error"]
-    with subprocess.Popen([*QUIRE, "decode", str(model), "--redis-url", redis_url, *settings]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+OPTIONS = GREEDY | {"max_tokens": NUM_TOKENS}
 
 
 def num_waiting(running: RunningRouter) -> float:
@@ -91,10 +76,6 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
             await until(lambda: num_waiting(running) == sum(not rest.done() for rest in rests))
             with decode_worker(model, redis.worker_url):
                 for its_tokens, rest in zip(tokens, rests, strict=True):
-                    its_tokens += await rest
+                    its_tokens += (await rest)[0]
                 assert tokens == answers
             assert num_waiting(running) == 0
-
-
-async def rest_of(stream: Any) -> list[int]:
-    return [token_id async for delta in stream for token_id in delta.token_ids]

@@ -1,11 +1,15 @@
-"""Real stacks of router, workers and Redis: prompts, connections, and the wait until no block is in use."""
+"""Real stacks of router, workers and Redis: processes, prompts, connections, and waits for what happens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import grpc
 
@@ -16,6 +20,10 @@ from quire.services.local.stack import RunningStack
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 IDLE_SECONDS = 20.0
+WAIT_SECONDS = 60.0
+QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
+"""The command, as containers run it."""
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
@@ -36,6 +44,35 @@ async def connect(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dict[
         finally:
             for channel in channels.values():
                 await channel.close(None)
+
+
+@contextmanager
+def decode_worker(
+    model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a decode worker in a process of its own."""
+    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url, *settings]
+    common = ["--dtype", "float32", "--num-blocks", "1024", "--log-level", "error"]
+    with subprocess.Popen([*command, *common]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def until_decode_workers(client: AsyncClient, count: int) -> None:
+    """Wait until a router knows so many decode workers; fail after a minute."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while (await client.model_info()).num_decode_workers != count:
+            await asyncio.sleep(0.01)
+
+
+async def rest_of(stream: Any) -> tuple[list[int], int]:
+    """Return the tokens of the rest of a stream, and how often it was tried again."""
+    tokens: list[int] = []
+    async for delta in stream:
+        tokens += delta.token_ids
+    return tokens, delta.usage.retries
 
 
 async def wait_until_idle(workers: dict[str, WorkerServiceStub]) -> dict[str, pb.GetLoadResponse]:
