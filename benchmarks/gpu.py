@@ -129,9 +129,7 @@ def run_stack(folder: Path) -> dict[str, Any]:
     return measure_stack(str(model), "bfloat16", STACK_KV_BYTES, LOADS)
 
 
-def measure_stack(
-    model: str, dtype: Dtype, kv_bytes: int, loads: Sequence[int], input_len: int = INPUT_TOKENS
-) -> dict[str, Any]:
+def measure_stack(model: str, dtype: Dtype, kv_bytes: int, loads: Sequence[int]) -> dict[str, Any]:
     """Return what the clients of one prefill and one decode worker experience under each load."""
     from quire.services.local.config import LocalStackConfig
     from quire.services.local.stack import local_stack
@@ -156,7 +154,7 @@ def measure_stack(
                 "--concurrency": concurrency,
                 "--num-requests": 4 * concurrency,
                 "--seed": concurrency,
-                "--input-len": input_len,
+                "--input-len": INPUT_TOKENS,
                 "--output-len": OUTPUT_TOKENS,
             }
             words = [str(word) for option in options.items() for word in option]

@@ -160,9 +160,7 @@ async def publish(writer: Redis, prompts: Sequence[BlockHashes]) -> int:
     return sum(len(prompt) for prompts in held for prompt in prompts)
 
 
-async def look_up_latency(
-    reader: Redis, prompts: Sequence[BlockHashes], repeats: int, stride: int = 1
-) -> Latency:
+async def look_up_latency(reader: Redis, prompts: Sequence[BlockHashes], repeats: int) -> Latency:
     index = RedisIndex(reader)
 
     async def look_up(number: int) -> None:

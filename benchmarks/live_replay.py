@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from random import Random
 from typing import Any, NamedTuple
@@ -54,12 +54,7 @@ def prompt_of(request: TraceRequest, block_tokens: int, vocabulary: Sequence[int
     return tokens[: request.input_tokens]
 
 
-async def replay_live(
-    address: str,
-    requests: Sequence[TraceRequest],
-    block_tokens: int,
-    on_done: Callable[[], None] = lambda: None,
-) -> list[LiveOutcome]:
+async def replay_live(address: str, requests: Sequence[TraceRequest], block_tokens: int) -> list[LiveOutcome]:
     """Send each request at its time, whether or not the earlier ones have ended."""
     async with AsyncClient(address) as client:
         model = await client.model_info()
@@ -82,7 +77,6 @@ async def replay_live(
                         usage = delta.usage or usage
             except QuireError as failure:
                 error = failure.code.name
-            on_done()
             if usage is None:
                 return LiveOutcome(request, 0.0, 0.0, 0, 0, error or "UNKNOWN")
             num_further = max(1, len(arrivals) - 1)
@@ -109,14 +103,14 @@ async def workers(stack: RunningStack) -> AsyncIterator[dict[str, WorkerServiceS
             await channel.close(grace=None)
 
 
-async def measure_pulls(stack: RunningStack, num_tokens: Sequence[int] = (256, 2048)) -> PullSpeed:
+async def measure_pulls(stack: RunningStack) -> PullSpeed:
     """Let one prefill worker copy prompts of two lengths from another; return the line through both."""
     seconds: list[float] = []
     num_bytes: list[float] = []
     rng = Random(time.time_ns())
     async with workers(stack) as stubs:
         info = await stubs["prefill-0"].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
-        for length in num_tokens:
+        for length in (256, 2048):
             samples: list[worker_pb2.PullSummary] = []
             for repeat in range(5):
                 prompt = rng.choices(range(2, 258), k=length)

@@ -35,7 +35,6 @@ def stream_answer(
     prompt: Prompt,
     options: GenerationOptions,
     show: Callable[[Delta], None],
-    clock: Callable[[], float] = time.perf_counter,
 ) -> TimedAnswer:
     """Show the steps of one or several answers as they arrive; an interrupt cancels the request.
 
@@ -45,15 +44,15 @@ def stream_answer(
     pieces: list[str] = []
     usage: Usage | None = None
     first: float | None = None
-    begin = clock()
+    begin = time.perf_counter()
     with closing(client.stream(prompt, **options)) as deltas:
         for delta in deltas:
-            first = clock() if first is None and delta.token_ids else first
+            first = time.perf_counter() if first is None and delta.token_ids else first
             usage = delta.usage or usage
             if delta.index == 0:
                 pieces.append(delta.text)
             show(delta)
-    end = clock()
+    end = time.perf_counter()
     if usage is None:
         from quire.client import ServerError
 

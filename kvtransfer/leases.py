@@ -67,11 +67,9 @@ class BlockLeases:
         metrics: TransferMetrics,
         *,
         max_blocks: int,
-        lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source = source
-        self.lease_seconds = lease_seconds
         self._metrics = metrics
         self._num_left = max_blocks
         self._clock = clock
@@ -93,7 +91,7 @@ class BlockLeases:
         self._num_left += len(wanted) - len(block_ids)
         if not block_ids:
             return None
-        lease = Lease(lease_id, wanted[: len(block_ids)], block_ids, self._clock() + self.lease_seconds)
+        lease = Lease(lease_id, wanted[: len(block_ids)], block_ids, self._clock() + LEASE_SECONDS)
         self._leases[lease_id] = lease
         self._metrics.set_leases(len(self._leases))
         return lease
@@ -115,7 +113,7 @@ class BlockLeases:
         Raises:
             UnknownLeaseError: the lease has ended or never existed.
         """
-        self.find(lease_id).expires_at = self._clock() + self.lease_seconds
+        self.find(lease_id).expires_at = self._clock() + LEASE_SECONDS
 
     def release(self, lease_id: str) -> None:
         """End a lease; an unknown lease or one that has ended is no error."""

@@ -11,7 +11,7 @@ import grpc
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
 from quire.kvtransfer.layout import layout_from_proto, require_equal
-from quire.kvtransfer.leases import BlockLeases, Lease
+from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases, Lease
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports, agreed
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
@@ -30,7 +30,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         self._source = leases.source
         self._metrics = metrics
         self._transports = transports
-        self._lease_ms = int(leases.lease_seconds * 1000)
+        self._lease_ms = int(LEASE_SECONDS * 1000)
 
     async def Pin(
         self, request: pb.PinRequest, context: grpc.aio.ServicerContext[pb.PinRequest, pb.PinResponse]

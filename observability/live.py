@@ -49,9 +49,9 @@ class LiveRun(NamedTuple):
     start: float
     end: float
 
-    def series(self, expression: str, step: float = SCRAPE_SECONDS) -> list[Series]:
+    def series(self, expression: str) -> list[Series]:
         """Return the series that a dashboard would show for the time of the load."""
-        return self.prometheus.query_range(with_variables(expression), self.start, self.end, step)
+        return self.prometheus.query_range(with_variables(expression), self.start, self.end, SCRAPE_SECONDS)
 
 
 class Finding(NamedTuple):

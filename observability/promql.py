@@ -45,9 +45,9 @@ def share_of_all(dividend: str, divisor: str) -> str:
     return f"{dividend} / on() group_left() {divisor} >= 0"
 
 
-def buckets(histogram: str, labels: str = "") -> str:
+def buckets(histogram: str) -> str:
     """Return a heatmap's columns."""
-    return f"sum by (le) (increase({selector(histogram + '_bucket', labels)}[{INTERVAL}]))"
+    return f"sum by (le) (increase({histogram}_bucket[{INTERVAL}]))"
 
 
 def _by(labels: str) -> str:

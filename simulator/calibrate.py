@@ -44,7 +44,6 @@ async def calibrate(
     num_blocks: int,
     max_num_seqs: int,
     pull_speed: PullSpeed | None = None,
-    seed: int | None = None,
     on_step: OnStep = lambda step: None,
 ) -> Calibration:
     """Measure an idle cluster and return its costs.
@@ -54,7 +53,6 @@ async def calibrate(
         num_blocks: blocks of a worker's pool, which the public API does not report.
         max_num_seqs: most sequences that a worker decodes together.
         pull_speed: speed of pulls, measured by other means; None if unknown.
-        seed: seed of the prompts; by default each run sends prompts that were not sent before.
 
     Raises:
         QuireError: the cluster does not answer.
@@ -62,7 +60,7 @@ async def calibrate(
     """
     async with connect() as client:
         model = await client.model_info()
-        rng = Random(time.time_ns() if seed is None else seed)
+        rng = Random(time.time_ns())  # so that each run sends prompts that were not sent before
         probe = _Probe(client, model, rng)
         await probe.send(PROMPT_TOKENS[0], 2)
         limit = model.max_model_len - RESERVED_TOKENS

@@ -33,6 +33,7 @@ _FIRST_TOKENS, _ADDED_TOKENS = 5000, 2200
 """Mean length of a first request, and mean length that a continuation adds; they give the trace's mean."""
 _MAX_INPUT_TOKENS = 120_000
 _OPEN_SESSIONS = 2000
+_NUM_PREFIXES = 16
 
 CHAT_TURNS = 4
 CHAT_GAP_SECONDS = 10.0
@@ -147,10 +148,9 @@ def _shared(
     input_tokens: int,
     shared_tokens: int,
     output_tokens: int,
-    num_groups: int = 16,
 ) -> Iterator[TraceRequest]:
     """Yield prompts that begin with one of a few prefixes."""
-    prefixes = [blocks(shared_tokens) for _ in range(num_groups)]
+    prefixes = [blocks(shared_tokens) for _ in range(_NUM_PREFIXES)]
     for arrival in _arrivals(rng, rate):
         ids = _extended(rng.choice(prefixes), shared_tokens, input_tokens, blocks, block_tokens)
         yield TraceRequest(arrival, input_tokens, output_tokens, tuple(ids))

@@ -27,9 +27,7 @@ def load_demo() -> LoadedModel:
     return load_model(str(demo_model_path()), "float32", CPU)
 
 
-def model_without_layers(
-    max_position_embeddings: int, *, eos_token_id: int = 1, vocab_size: int = 8, window: int | None = None
-) -> LoadedModel:
+def model_without_layers(max_position_embeddings: int, *, window: int | None = None) -> LoadedModel:
     """Return a model of one layer with one KV head of one dimension, for a runner that computes nothing."""
     return LoadedModel(
         module=cast("Any", torch.nn.Module()),
@@ -40,8 +38,8 @@ def model_without_layers(
         num_kv_heads=1,
         head_dim=1,
         max_position_embeddings=max_position_embeddings,
-        vocab_size=vocab_size,
-        eos_token_ids=frozenset({eos_token_id}),
+        vocab_size=8,
+        eos_token_ids=frozenset({1}),
         heads=KvHeads(1, 1, 1, (AttentionCall(window, 1.0, None, None),)),
         recipe=None,
     )

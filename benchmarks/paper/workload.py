@@ -71,7 +71,7 @@ SHAREGPT = Lengths("ShareGPT-like", (161.0, 338.0), (1.2, 0.9))
 ALPACA = Lengths("Alpaca-like", (19.0, 58.0), (0.6, 0.9))
 
 
-def poisson_arrivals(num_requests: int, rate: float, seed: int = 0) -> list[float]:
+def poisson_arrivals(num_requests: int, rate: float) -> list[float]:
     """Return the seconds at which requests arrive, ``rate`` of them a second on average."""
-    gaps = np.random.default_rng(seed).exponential(1.0, num_requests)
+    gaps = np.random.default_rng(0).exponential(1.0, num_requests)
     return [float(second) for second in np.cumsum(gaps) / rate]

@@ -69,16 +69,12 @@ def open_directory(path: Path) -> Path:
 
 
 class PoolSocket:
-    """A socket at which other workers get the descriptor of this worker's pool.
+    """A socket at which other workers of this user get the descriptor of this worker's pool."""
 
-    Args:
-        user_id: the user whose processes get it.
-    """
-
-    def __init__(self, directory: Path, epoch: str, descriptor: int, user_id: int | None = None) -> None:
+    def __init__(self, directory: Path, epoch: str, descriptor: int) -> None:
         self._epoch = epoch
         self._descriptor = descriptor
-        self._user_id = os.geteuid() if user_id is None else user_id
+        self._user_id = os.geteuid()
         self._connections: set[socket.socket] = set()
         remove_dead_sockets(directory)
         self._path = socket_path(directory, epoch)
