@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from random import Random
 from typing import Any
 
-import grpc
-import pytest
-
-from quire.client import AsyncClient, InvalidRequest, NotFound, QuireError
+from quire.client import AsyncClient
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.protos import worker_pb2
 from quire.services.local.redis_process import RedisProcess
@@ -49,52 +45,6 @@ async def test_two_hundred_disconnects_leak_no_blocks(stack: RunningStack) -> No
         await asyncio.gather(*(one(index) for index in range(NUM_DISCONNECTS)))
         await wait_until_idle(workers)
         assert len((await client.generate(make_prompt(40), **GREEDY)).token_ids) == 64
-
-
-BAD_REQUESTS: list[tuple[str, Any, dict[str, Any]]] = [
-    ("token_ids", [], {}),
-    ("text", "", {}),
-    ("token_ids.* 511 ", [5] * 512, {}),
-    (r"token_ids.ids\[1\].* 320", [5, 100_000], {}),
-    ("max_tokens", [5], {"max_tokens": 0}),
-    ("max_tokens", [5], {"max_tokens": -1}),
-    ("max_tokens", [5], {"max_tokens": 2**31 - 1}),
-    ("temperature", [5], {"temperature": -1.0}),
-    ("temperature", [5], {"temperature": math.nan}),
-    ("top_p", [5], {"top_p": 0.0}),
-    ("top_p", [5], {"top_p": 2.0}),
-]
-
-
-@pytest.mark.parametrize(("field", "prompt", "options"), BAD_REQUESTS)
-async def test_bad_requests_name_the_field(
-    field: str, prompt: Any, options: dict[str, Any], stack: RunningStack
-) -> None:
-    async with connect(stack) as (client, workers):
-        with pytest.raises(InvalidRequest, match=field):
-            await client.generate(prompt, **options)
-        await wait_until_idle(workers)
-
-
-async def test_unknown_names_and_garbage(stack: RunningStack) -> None:
-    async with connect(stack) as (client, workers):
-        with pytest.raises(NotFound, match="no-such-model"):
-            await client.generate([5], model="no-such-model")
-        with pytest.raises(QuireError):
-            await client.generate("x" * (10 << 20))
-        async with grpc.aio.insecure_channel(stack.address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await channel.unary_unary("/quire.v1.GenerationService/Nonsense", None, None)(b"")
-            assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
-            generate = channel.unary_unary("/quire.v1.GenerationService/Generate", None, None)
-            with pytest.raises(grpc.aio.AioRpcError):
-                await generate(b"\xff\xfe garbage")
-        host, port = stack.address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"\x00\xffGET / HTTP/9\r\n\r\n" * 50)
-        writer.close()
-        assert len((await client.generate([5, 6, 7], **GREEDY)).token_ids) == 64
-        await wait_until_idle(workers)
 
 
 async def test_a_killed_prefill_worker_is_replaced_by_the_decode_worker(

@@ -75,20 +75,6 @@ async def test_http_and_grpc_answers_are_equal(stack: RunningStack, client: open
         await wait_until_idle(workers)
 
 
-def test_usage_has_the_cached_tokens(client: openai.OpenAI) -> None:
-    prompt: Any = [7] * 100
-    counts = []
-    for _ in range(2):
-        completion = client.completions.create(model="demo", prompt=prompt, max_tokens=2)
-        assert completion.usage is not None
-        assert completion.usage.prompt_tokens_details is not None
-        cached_tokens = completion.usage.prompt_tokens_details.cached_tokens
-        assert cached_tokens is not None
-        counts.append(cached_tokens)
-    assert counts[0] < 16
-    assert 96 <= counts[1] < 100
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echoed_logprobs_are_those_of_transformers(
     client: openai.OpenAI, model: Path, max_tokens: int
@@ -131,28 +117,6 @@ def test_echoed_tokens_are_where_the_text_has_them(client: openai.OpenAI, stream
     assert len(tokens) == len(offsets) == len(prompt) + 3
     for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
         assert text[begin:end] in (token, "")
-
-
-def test_an_answer_has_the_form_of_a_schema(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"size": {"enum": ["small", "large"]}},
-        "required": ["size"],
-        "additionalProperties": False,
-    }
-    messages: Any = [{"role": "user", "content": "hello"}]
-    completion = client.chat.completions.create(
-        model="demo",
-        messages=messages,
-        response_format={"type": "json_schema", "json_schema": {"name": "size", "schema": schema}},
-        max_tokens=200,
-        seed=1,
-    )
-    assert json.loads(completion.choices[0].message.content or "")["size"] in ("small", "large")
-    choice = client.chat.completions.create(
-        model="demo", messages=messages, extra_body={"structured_outputs": {"choice": ["yes", 'a "no"']}}
-    )
-    assert choice.choices[0].message.content in ("yes", 'a "no"')
 
 
 async def test_a_form_that_no_answer_has_is_refused(stack: RunningStack, client: openai.OpenAI) -> None:

@@ -78,22 +78,6 @@ async def test_samples_stream_side_by_side(stack: RunningStack) -> None:
         await wait_until_idle(workers)
 
 
-async def test_the_best_of_many_samples(stack: RunningStack) -> None:
-    prompt = make_prompt(50, seed=34)
-    async with connect(stack) as (client, workers):
-        drawn = await client.generate(prompt, n=6, seed=5, logprobs=0, **SAMPLED)
-        scored = [(sum(each.logprob for each in c.logprobs), c.token_ids) for c in drawn.choices]
-        scored.sort(key=lambda pair: -pair[0])
-        best = await client.generate(prompt, n=2, best_of=6, seed=5, **SAMPLED)
-        assert [choice.token_ids for choice in best.choices] == [tokens for _, tokens in scored[:2]]
-        assert [choice.score for choice in best.choices] == pytest.approx(
-            [s for s, _ in scored[:2]], abs=1e-3
-        )
-        streamed = [delta async for delta in client.stream(prompt, best_of=6, seed=5, **SAMPLED)]
-        assert [delta.token_ids for delta in streamed] == [scored[0][1]]
-        await wait_until_idle(workers)
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 async def test_beams_equal_transformers(
     architecture: str, start_stack: StartStack, tiny_model: TinyModel

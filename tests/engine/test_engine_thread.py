@@ -168,24 +168,29 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: 
         await thread.call(lambda e: None)
 
 
-async def test_stopping_fails_the_remaining_commands_though_some_were_cancelled(engine: Engine) -> None:
-    thread = EngineThread(engine)
-    thread.start()
+async def hold_up(thread: EngineThread) -> threading.Event:
+    """Return when a command holds up the thread; it goes on when the event is set."""
     has_begun, goes_on = threading.Event(), threading.Event()
 
     def pause(engine: Engine) -> None:
         has_begun.set()
         goes_on.wait()
 
-    paused = thread.post(pause)
+    thread.post(pause)
     await asyncio.to_thread(has_begun.wait)
+    return goes_on
+
+
+async def test_stopping_fails_the_remaining_commands_though_some_were_cancelled(engine: Engine) -> None:
+    thread = EngineThread(engine)
+    thread.start()
+    goes_on = await hold_up(thread)
     cancelled, left = thread.post(lambda e: 1), thread.post(lambda e: 2)
     assert cancelled.cancel()
     stopping = asyncio.create_task(thread.stop())
     await asyncio.sleep(0)
     goes_on.set()
     await asyncio.wait_for(stopping, SECONDS)
-    assert paused.result() is None
     with pytest.raises(EngineStoppedError):
         left.result(SECONDS)
 
@@ -256,14 +261,7 @@ async def test_a_step_that_does_not_end_does_not_hold_up_the_stop(
     monkeypatch.setattr(engine_thread, "JOIN_SECONDS", 0.05)
     thread = EngineThread(engine)
     thread.start()
-    has_begun, goes_on = threading.Event(), threading.Event()
-
-    def hang(engine: Engine) -> None:
-        has_begun.set()
-        goes_on.wait()
-
-    thread.post(hang)
-    await asyncio.to_thread(has_begun.wait)
+    goes_on = await hold_up(thread)
     assert await asyncio.wait_for(thread.stop(), SECONDS) is False
     goes_on.set()
     monkeypatch.setattr(engine_thread, "JOIN_SECONDS", SECONDS)

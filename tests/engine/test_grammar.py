@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import tokenizers
 
 from quire.engine.errors import NoTokenLeftError
 from quire.engine.sequences.sequence import Sequence
-from quire.engine.structured_output.grammar import GrammarCompiler, StructuredOutputUnavailableError
+from quire.engine.structured_output.grammar import GrammarCompiler
 from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import LoadedModel
@@ -175,14 +174,6 @@ def test_json_has_one_space_at_most(compiler: GrammarCompiler, folder: Path) -> 
     assert not matcher.allowed([brace])[newline]
     assert matcher.allowed([brace])[space]
     assert not matcher.allowed([brace, space])[space]
-
-
-def test_without_the_package_the_remedy_is_named(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    compiler = GrammarCompiler(lambda: "", model.vocab_size, frozenset({EOS}))
-    remedy = r"-e '\.\[structured\]'"
-    with pytest.raises(StructuredOutputUnavailableError, match=remedy):
-        compiler.compile(REGEX, 0)
 
 
 def test_a_format_is_compiled_once(folder: Path, model: LoadedModel) -> None:

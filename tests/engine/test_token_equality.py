@@ -119,14 +119,6 @@ def test_thirty_two_requests_at_once(load: Load, expected: Expected) -> None:
     assert outputs == [expected("llama", prompt) for prompt in prompts]
 
 
-def test_preempted_sequences_are_recomputed(load: Load, expected: Expected) -> None:
-    engine = make_engine(load("llama"), num_blocks=16)
-    prompts = [make_prompt(40, seed=index) for index in range(4)]
-    outputs = run_in_order(engine, *(make_request(str(i), prompt) for i, prompt in enumerate(prompts)))
-    assert engine.preemption.num_preempted > 0
-    assert outputs == [expected("llama", prompt) for prompt in prompts]
-
-
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 

@@ -101,15 +101,6 @@ async def test_an_index_that_fails_is_not_asked_for_a_while(
     assert guarded.metric("lookup_blocks_sum") == 9 * len(HASHES)
 
 
-async def test_failures_must_be_in_a_row(guarded: Guarded) -> None:
-    answers: list[OSError | list[Holding]] = [*[OSError("down")] * 4, []]
-    for answer in answers * 3:
-        guarded.inner.answer = answer
-        await guarded.index.look_up(HASHES)
-    assert guarded.breaker.state is BreakerState.CLOSED
-    assert guarded.metric("lookup_seconds_count", result="miss") == 3
-
-
 async def test_a_trial_that_is_cancelled_is_not_the_last(guarded: Guarded) -> None:
     for _ in range(5):
         guarded.breaker.failed()

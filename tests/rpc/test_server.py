@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import pickle
 import re
 import signal
 import socket
@@ -24,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.rpc.errors import InvalidArgument, ServiceError, Unavailable
+from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.rpc.server import (
     Draining,
     GrpcServer,
@@ -189,12 +188,6 @@ async def test_an_error_after_a_disconnect_is_neither_sent_nor_logged(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_taken_port_is_refused(server: GrpcServer) -> None:
-    with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
-        async with grpc_server([], port=server.port, registry=CollectorRegistry()):
-            pass
-
-
 async def test_a_signal_stops_the_server(server: GrpcServer, channel: grpc.aio.Channel) -> None:
     waiting = asyncio.create_task(serve_until_signal(server))
     await asyncio.sleep(0)
@@ -202,16 +195,6 @@ async def test_a_signal_stops_the_server(server: GrpcServer, channel: grpc.aio.C
     await asyncio.wait_for(waiting, 5)
     with pytest.raises(grpc.aio.AioRpcError):
         await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="good"))
-
-
-def test_a_log_line_cannot_be_forged() -> None:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream, role="router")
-    get_logger("test").info("done", request_id="x\nevent=paid \x1b[31m", seconds=0.25, plain="a-b")
-    line = stream.getvalue()
-    assert line.count("\n") == 1
-    assert "\x1b" not in line
-    assert r'role=router event=done request_id="x\nevent=paid \u001b[31m" seconds=0.25 plain=a-b' in line
 
 
 def test_a_log_outlives_the_stderr_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,15 +221,6 @@ async def test_an_address_that_cannot_be_bound_is_reported_with_its_remedy(host:
         with pytest.raises(OSError, match=re.escape(remedy)):
             async with grpc_server([], host=host, port=port, registry=CollectorRegistry()):
                 pass
-
-
-@pytest.mark.parametrize(
-    "error",
-    [InvalidArgument("text", "must not be bad", metadata={"limit": "1"}), Unavailable("later", reason="X")],
-)
-def test_errors_survive_a_pipe(error: ServiceError) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.reason, copy.metadata) == (str(error), error.reason, error.metadata)
 
 
 async def test_while_it_drains_a_server_takes_calls(server: GrpcServer, channel: grpc.aio.Channel) -> None:
