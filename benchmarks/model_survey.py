@@ -24,13 +24,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quire.benchmarks.harness.engines import CPU, as_sequence, make_engine, run_to_end
 from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.random_llamas import byte_tokenizer
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.loader import load_model
 from quire.llm import LLM
 from quire.llm import SamplingParams as LlmSamplingParams
-from quire.models.random_model import byte_tokenizer
 from quire.sampling.params import SamplingParams
 from quire.settings.setting import SettingError
 

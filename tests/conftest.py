@@ -141,7 +141,7 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function from an architecture, and changed sizes, to the folder of its tiny random model."""
     # It imports torch, which most tests do without.
-    from quire.models.random_model import make_random_model
+    from tests.testing.tiny_models import make_random_model
 
     @cache
     def make(architecture: str, **sizes: Any) -> Path:

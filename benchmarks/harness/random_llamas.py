@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from quire.models.random_model import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 CACHE = Path("~/.cache/quire/benchmarks").expanduser()
 """Folder of what benchmarks keep from one run to the next."""
@@ -72,3 +71,14 @@ def random_llama(
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(unfinished)
         unfinished.rename(path)
     return path
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each byte, after <bos> and <eos>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<bos>", "<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")

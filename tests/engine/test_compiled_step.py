@@ -13,8 +13,8 @@ import torch
 from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.step_recipe import NoRecipeError, read_recipe
 from quire.engine.weights.loader import load_model
-from quire.models.random_model import make_random_model
 from tests.testing.tiny_engine import run_mixed
+from tests.testing.tiny_models import make_random_model
 
 COVERED = [
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),

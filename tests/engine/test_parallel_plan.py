@@ -10,8 +10,8 @@ import transformers
 
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
 from quire.engine.model.parallel_shares import Shares
-from quire.models.random_model import ARCHITECTURES
 from quire.settings.setting import SettingError
+from tests.testing.tiny_models import ARCHITECTURES
 
 _SIX_HEADS = {
     "hidden_size": 192,

@@ -14,10 +14,9 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
 from quire.engine.weights.loader import load_model
 from quire.kernels.cpu.quantized_weight import quantize
-from quire.models.random_model import make_random_model
 from quire.settings.setting import SettingError
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
-from tests.testing.tiny_models import generate_greedy
+from tests.testing.tiny_models import generate_greedy, make_random_model
 
 CPU = torch.device("cpu")
 NUM_NEW = 48

@@ -10,8 +10,8 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel
-from quire.models.random_model import make_random_model
 from tests.testing.tiny_engine import CPU
+from tests.testing.tiny_models import make_random_model
 
 
 def test_another_vocabulary_is_refused(
