@@ -10,11 +10,15 @@ from prometheus_client import CollectorRegistry
 
 from quire.kvindex.circuit_breaker import BreakerState, CircuitBreaker
 from quire.kvindex.guarded_index import Fallback
-from quire.kvindex.index import Holding
+from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
 from quire.kvindex.instrumented_index import (
     IndexMetrics,
     InstrumentedIndex,
+    InstrumentedLease,
+    PublisherMetrics,
 )
+from quire.kvindex.memory_index import MemoryLease, MemoryStore
+from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.worker_record import WorkerRecord
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
@@ -93,3 +97,34 @@ def test_the_breaker_and_the_fallbacks_are_seen_from_the_start() -> None:
     assert setup.value("breaker_state") == BreakerState.CLOSED
     setup.breaker.failed()
     assert setup.value("breaker_state") == BreakerState.OPEN
+
+
+class FailingLease(MemoryLease):
+    """Fails every call that may fail."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(MemoryStore(), 30.0)
+        self._error = error
+
+    async def beat(self) -> None:
+        raise self._error
+
+    async def publish(self, block_hashes: Sequence[bytes]) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "fenced", "full"), [(LeaseLostError(), 2, 0), (IndexFullError(), 0, 1), (OSError(), 0, 0)]
+)
+async def test_a_publish_that_failed_adds_no_entries(error: Exception, fenced: int, full: int) -> None:
+    registry = CollectorRegistry()
+    metrics = PublisherMetrics(registry, PublishLedger(clock=lambda: 0.0))
+    lease = InstrumentedLease(FailingLease(error), metrics)
+    for failing in (lease.publish(HASHES), lease.beat()):
+        with pytest.raises(type(error)):
+            await failing
+    values = [
+        registry.get_sample_value(f"quire_index_{name}_total", labels)
+        for name, labels in (("fenced", {}), ("full", {}), ("publish_entries", {"op": "publish"}))
+    ]
+    assert values == [fenced, full, 0]

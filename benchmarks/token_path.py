@@ -1,0 +1,203 @@
+"""The CPU time that a streamed token takes between the engine and the client.
+
+    python -m quire.benchmarks.token_path --clients 1,16,64 --tokens 200 --rounds 3
+
+A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP.
+``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
+main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
+several steps share a message because the router or the client is slower than the engine. ``bare`` is what a
+stream of equal messages costs a gRPC server that does nothing else, with one message for each token.
+The values are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import cycle
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import aiohttp
+import grpc.aio
+from rich.console import Console
+from rich.progress import track
+
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import cpu_seconds, medians
+from quire.benchmarks.harness.tables import table
+from quire.protos import inference_pb2 as pb
+from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.services.local.config import LocalStackConfig
+from quire.services.local.stack import RunningStack, local_stack
+from quire.services.router.config import RouterConfig
+
+PROMPT = [5, 6, 7, 8]
+BARE_MESSAGES = 300
+CONNECTIONS_PER_PROCESS = 8
+
+Stream = Callable[[int], Awaitable[int]]
+"""Streams an answer of a number of tokens, and returns the number of messages."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    clients: Annotated[tuple[int, ...], "numbers of clients"] = (1, 16, 64)
+    tokens: Annotated[int, "tokens of an answer"] = 200
+    rounds: Annotated[int, "rounds that count"] = 3
+    router_processes: int = 1
+
+
+class Cost(NamedTuple):
+    """What one round took."""
+
+    tokens_per_second: float
+    messages_per_token: float
+    router_microseconds: float
+    worker_microseconds: float
+
+
+async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
+    """Let clients stream one answer each, and return what that took."""
+    worker = next(iter(stack.workers.values())).process.pid
+    routers = [Path(f"/proc/{child.process.pid}/stat") for child in stack.routers.values()]
+    stats = [routers, [Path(f"/proc/{worker}/task/{worker}/stat")]]
+    before, start = [sum(map(cpu_seconds, each)) for each in stats], time.perf_counter()
+    num_messages = sum(await asyncio.gather(*(stream(num_tokens) for _ in range(num_clients))))
+    seconds, total = time.perf_counter() - start, num_clients * num_tokens
+    after = [sum(map(cpu_seconds, each)) for each in stats]
+    used = [1e6 * (later - earlier) / total for earlier, later in zip(before, after, strict=True)]
+    return Cost(total / seconds, num_messages / total, *used)
+
+
+def over_grpc(channels: Sequence[grpc.aio.Channel]) -> Stream:
+    """Return what streams an answer over gRPC, over each connection in turn."""
+    stubs = cycle([pb_grpc.GenerationServiceStub(channel) for channel in channels])
+
+    async def stream(num_tokens: int) -> int:
+        generation = pb.Generation(
+            token_ids=pb.TokenIds(ids=PROMPT),
+            stopping=pb.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
+        )
+        request = pb.GenerateStreamRequest(generation=generation)
+        return len([message async for message in next(stubs).GenerateStream(request)])
+
+    return stream
+
+
+def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
+    """Return what streams an answer over HTTP."""
+
+    async def stream(num_tokens: int) -> int:
+        body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+        async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
+            response.raise_for_status()
+            return (await response.read()).count(b"data: {")
+
+    return stream
+
+
+async def bare_microseconds(num_streams: int) -> float:
+    """Return the CPU time per message of a gRPC server in a process of its own, which only sends them."""
+    here, there = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_serve_bare, args=(there,), daemon=True)
+    process.start()
+    try:
+        port = await asyncio.to_thread(here.recv)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream("/bare/Stream", _unchanged, _unchanged)
+
+            async def read() -> int:
+                return len([message async for message in call(b"")])
+
+            stat = Path(f"/proc/{process.pid}/stat")
+            before = cpu_seconds(stat)
+            num_messages = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
+            return 1e6 * (cpu_seconds(stat) - before) / num_messages
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _unchanged(message: bytes) -> bytes:
+    return message
+
+
+def _serve_bare(pipe: Connection) -> None:
+    message = pb.GenerateStreamResponse(text=" token", token_ids=[1234]).SerializeToString()
+
+    async def send(request: bytes, context: Any) -> None:
+        for _ in range(BARE_MESSAGES):
+            await context.write(message)
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        handlers = {"Stream": grpc.unary_stream_rpc_method_handler(send)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipe.send(port)
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
+    """Yield the name of each API and what streams over it."""
+    async with AsyncExitStack() as channels:
+        # Each connection belongs to one router process, so several processes need several connections.
+        number = 1 if len(stack.routers) == 1 else CONNECTIONS_PER_PROCESS * len(stack.routers)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        made = [grpc.aio.insecure_channel(stack.address, options=options) for _ in range(number)]
+        yield "gRPC", over_grpc([await channels.enter_async_context(channel) for channel in made])
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield "HTTP", over_http(session, f"http://{stack.http_address}")
+
+
+async def run(options: Options) -> list[dict[str, Any]]:
+    """Start the stack and return a row for each API and number of clients."""
+    rows = []
+    router = RouterConfig(port=0, http_port=0, num_processes=options.router_processes)
+    config = LocalStackConfig(num_prefill=0, num_decode=1, router=router)
+    with local_stack(config) as stack:
+        bare = {number: await bare_microseconds(number) for number in options.clients}
+        async for name, stream in streams(stack):
+            for number in options.clients:
+                # The first round warms up and does not count.
+                await measure(stack, stream, number, options.tokens)
+                title, console = f"{name}, {number} clients", Console(stderr=True)
+                costs = [
+                    await measure(stack, stream, number, options.tokens)
+                    for _ in track(range(options.rounds), title, console=console)
+                ]
+                bare_cost = bare[number] if name == "gRPC" else None
+                cost = medians(costs)._asdict()
+                rows.append({"api": name, "clients": number, **cost, "bare_microseconds": bare_cost})
+    return rows
+
+
+@program
+def main(options: Options) -> Report:
+    """Measure both APIs."""
+    rows = asyncio.run(run(options))
+    columns = {
+        "API": "{api}",
+        "clients": "{clients}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "messages": "{messages_per_token:.2f}",
+        "router µs/token": "{router_microseconds:.0f}",
+        "worker µs/token": "{worker_microseconds:.0f}",
+        "bare µs (floor)": "{bare_microseconds:.0f}",
+    }
+    return Report([table("CPU time of a streamed token", rows, columns)], {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
