@@ -1,0 +1,1 @@
+"""Divides a model's answer into reasoning, content and tool calls."""
