@@ -228,6 +228,7 @@ MINIMAX = CallFormat(
     close="</invoke>\n",
     section_close="</minimax:tool_call>",
 )
+DEEPSEEK_V32, DEEPSEEK_V4 = _dsml("function_calls"), _dsml("tool_calls")
 FUNCTION_GEMMA = CallFormat(
     CallSyntax.KEY_VALUES,
     open="<start_function_call>call:",
@@ -249,8 +250,8 @@ _REASONING: tuple[tuple[str, Delimiters], ...] = (
 """Text in a chat template's source, and the delimiters of reasoning that it shows; the first one counts."""
 _CALLS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<|channel|>", "<|message|>"), HARMONY),
-    ((f"{_BAR}DSML{_BAR}", "tool_calls>"), _dsml("tool_calls")),
-    ((f"{_BAR}DSML{_BAR}",), _dsml("function_calls")),
+    ((f"{_BAR}DSML{_BAR}", "tool_calls>"), DEEPSEEK_V4),
+    ((f"{_BAR}DSML{_BAR}",), DEEPSEEK_V32),
     ((_deepseek("tool calls begin"), "```json"), DEEPSEEK_V3),
     ((_deepseek("tool calls begin"),), DEEPSEEK_V31),
     (("<|tool_calls_section_begin|>",), KIMI),

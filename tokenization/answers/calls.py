@@ -1,0 +1,260 @@
+"""Reads the calls of an answer by the format that its model writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quire.tokenization.answers.arguments import (
+    json_object,
+    json_of_key_values,
+    json_value,
+    parameter_types,
+    python_calls,
+)
+from quire.tokenization.answers.cursor import (
+    TOKEN_MARK,
+    BrokenError,
+    Cursor,
+    Reading,
+    without_marks,
+    words_of,
+)
+from quire.tokenization.answers.formats import CallFormat, CallSyntax
+from quire.tokenization.answers.pieces import Kind
+from quire.tokenization.answers.writer import PieceWriter
+
+_NAME = re.compile(rf"[^\s<>{{}}()\[\]\"',{TOKEN_MARK}]+")
+_KEY = re.compile(rf"[^<>\"{TOKEN_MARK}]+")
+_PYTHON_PLAIN = re.compile(r"""[^\[\](){}"']*""")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_CALL_KEYS = ("name", "id", "type", *_ARGUMENT_KEYS)
+
+
+class CallReader:
+    """Reads calls at a cursor; its readers raise BrokenError where the text is no call."""
+
+    def __init__(
+        self,
+        calls: CallFormat,
+        cursor: Cursor,
+        writer: PieceWriter,
+        schemas: Mapping[str, Mapping[str, Any]],
+        *,
+        streams_arguments: bool,
+    ) -> None:
+        self.is_open = False
+        """Whether a part of the last call is written, and more would follow."""
+        self._format = calls
+        self._cursor = cursor
+        self._writer = writer
+        self._schemas = schemas
+        self._streams = streams_arguments
+        # A JSON call is recognised by its brace, too.
+        self._opening = (*words_of(calls.open), *(("{",) if calls.syntax is CallSyntax.JSON_CALL else ()))
+        self._ends = (*words_of(calls.close)[:1], *words_of(calls.section_close)[:1])
+        self._name = self._call_id = self._arguments = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The words that can begin a section."""
+        words = (words_of(self._format.section_open)[:1], words_of(self._format.open)[:1])
+        return tuple(dict.fromkeys(each for (each,) in filter(None, words)))
+
+    @property
+    def first_character(self) -> str:
+        """What begins a section at the beginning of the content."""
+        return [*words_of(self._format.section_open)[1:], *self._opening][0]
+
+    def called_name(self, recipient: str) -> str | None:
+        """Return the name of the tool that a harmony message is for, or None if it is for none."""
+        name = recipient.removeprefix(self._format.name_prefix)
+        return name if name != recipient or name in self._schemas else None
+
+    def read_section(self) -> Reading[None]:
+        """Read a section, or a single call."""
+        calls, cursor = self._format, self._cursor
+        section = words_of(calls.section_open)
+        if not (yield from cursor.skip(section)) and calls.may_begin_answer:
+            yield from cursor.expect(section[1:])
+        if calls.syntax is CallSyntax.PYTHON:
+            yield from self._read_python()
+        else:
+            yield from cursor.expect(self._opening)
+            yield from self._read_call()
+            if section or words_of(calls.separator):
+                while (yield from cursor.skip((*words_of(calls.separator), *self._opening))):
+                    yield from self._read_call()
+        for word in words_of(calls.section_close):
+            yield from cursor.skip((word,))
+        self._writer.write_delimiter(Kind.CALL)
+
+    def read_arguments(self, name: str, call_id: str = "") -> Reading[None]:
+        """Read the arguments of a call, and what closes it."""
+        self._begin(name, call_id)
+        match self._format.syntax:
+            case CallSyntax.PARAMETERS:
+                yield from self._read_parameters()
+            case CallSyntax.KEY_VALUES:
+                yield from self._read_key_values()
+            case _:
+                yield from self._read_json()
+        yield from self._end()
+
+    def _read_call(self) -> Reading[None]:
+        calls, cursor = self._format, self._cursor
+        if calls.syntax is CallSyntax.JSON_CALL:
+            yield from self._read_json_call()
+            return
+        header = name = without_marks((yield from cursor.read(_NAME)))
+        call_id = ""
+        if calls.id_open and (yield from cursor.skip(words_of(calls.id_open))):
+            call_id = yield from cursor.read(_NAME)
+        elif calls.index_open:
+            call_id = header
+            name = header.rpartition(calls.index_open)[0] or header
+        yield from cursor.skip(words_of(calls.name_end))
+        yield from self.read_arguments(name.removeprefix(calls.name_prefix), call_id)
+
+    def _begin(self, name: str, call_id: str = "") -> None:
+        """Begin a call, which goes out whole or in parts."""
+        if not name or (self._format.may_begin_answer and name not in self._schemas):
+            raise BrokenError
+        self._name, self._call_id, self._arguments = name, call_id, ""
+        if self._streams:
+            self.is_open = True
+            self._writer.write_call("", name, call_id)
+
+    def _add(self, arguments: str) -> None:
+        if self._streams:
+            self._writer.write_call(without_marks(arguments))
+        else:
+            self._arguments += without_marks(arguments)
+
+    def _end(self) -> Reading[None]:
+        """End a call whose arguments are complete; what closes it may be absent."""
+        if not self._streams:
+            arguments = json_object(self._arguments)
+            if arguments is None:
+                raise BrokenError
+            self._writer.write_call(arguments, self._name, self._call_id)
+        self.is_open = False
+        for word in words_of(self._format.close):
+            yield from self._cursor.skip((word,))
+        self._writer.write_delimiter(Kind.CALL)
+
+    def _read_json(self) -> Reading[None]:
+        """Read the JSON object of the arguments, whose parts go out at once if arguments are streamed."""
+        cursor = self._cursor
+        yield from cursor.expect(("{",))
+        cursor.at -= 1
+        if not self._streams:
+            self._add((yield from cursor.read_brackets()))
+            return
+        self._add("")
+        self._add((yield from cursor.read_brackets(on_progress=lambda: self._add(cursor.text[: cursor.at]))))
+
+    def _read_json_call(self) -> Reading[None]:
+        """Read the rest of an object that has name and arguments, in any order."""
+        cursor = self._cursor
+        name, arguments = "", "{}"
+        while not (yield from cursor.skip(("}",))):
+            key = (yield from cursor.read_brackets()).strip('"')
+            if key not in _CALL_KEYS and self._format.may_begin_answer:
+                raise BrokenError
+            yield from cursor.expect((":",))
+            is_arguments = key in _ARGUMENT_KEYS
+            if is_arguments and name and self._streams and (yield from cursor.is_next(("{",))):
+                self._begin(name)
+                yield from self._read_json()
+            else:
+                value = yield from cursor.read_brackets()
+                name = value.strip('"') if key == "name" else name
+                arguments = value if is_arguments else arguments
+            yield from cursor.skip((",",))
+        if not self.is_open:
+            self._begin(name)
+            self._add(json_object(without_marks(arguments)) or "")
+        yield from self._end()
+
+    def _read_parameters(self) -> Reading[None]:
+        calls, cursor = self._format, self._cursor
+        before = "{"
+        while (yield from cursor.skip(words_of(calls.parameter_open))):
+            key = (yield from cursor.read(_KEY)).rstrip()
+            is_json = yield from cursor.skip(words_of(calls.json_key_end))
+            if not is_json or not calls.json_key_end:
+                yield from cursor.expect(words_of(calls.key_end))
+            types = parameter_types(self._schemas.get(self._name, {}), key)
+            if calls.json_key_end:
+                types = set() if is_json else {"string"}
+            value = yield from self._read_value()
+            self._add(f"{before}{json_value(key, {'string'})}: {json_value(value, types)}")
+            before = ", "
+        if not (yield from self._is_any_next(*self._ends)):
+            raise BrokenError
+        self._add("{}" if before == "{" else "}")
+
+    def _read_value(self) -> Reading[str]:
+        """Return the raw text of a parameter.
+
+        Values have no escapes: what closes them only counts if another parameter or the call's end follows.
+        """
+        calls, cursor = self._format, self._cursor
+        (closing,) = words_of(calls.value_end)
+        start = end = cursor.at
+        while True:
+            end = yield from cursor.find(closing, end)
+            cursor.at = end + len(closing)
+            if (yield from self._is_any_next(words_of(calls.parameter_open)[0], *self._ends)):
+                break
+            end = cursor.at
+        value = without_marks(cursor.text[start:end])
+        value = value.removeprefix("\n") if calls.key_end.endswith("\n") else value
+        return value.removesuffix("\n") if calls.value_end.startswith("\n") else value
+
+    def _is_any_next(self, *words: str) -> Reading[bool]:
+        for word in words:
+            if (yield from self._cursor.is_next((word,))):
+                return True
+        return False
+
+    def _read_key_values(self) -> Reading[None]:
+        calls, cursor = self._format, self._cursor
+        delimiter, closing = calls.string_delimiter, words_of(calls.close)[0]
+        boundary = re.compile(f"{re.escape(delimiter)}|{re.escape(closing)}|[{{}}\\[\\]]")
+        yield from cursor.expect(("{",))
+        start, depth, parts = cursor.at - 1, 1, []
+        while depth:
+            match = yield from cursor.search(boundary, len(delimiter + closing))
+            cursor.at = match.end()
+            if match[0] == closing:
+                raise BrokenError
+            if match[0] == delimiter:
+                end = yield from cursor.find(delimiter, match.end())
+                parts += [(cursor.text[start : match.start()], False), (cursor.text[match.end() : end], True)]
+                start = cursor.at = end + len(delimiter)
+            else:
+                depth += 1 if match[0] in "{[" else -1
+        arguments = json_of_key_values([*parts, (cursor.text[start : cursor.at], False)])
+        if arguments is None:
+            raise BrokenError
+        self._add(arguments)
+
+    def _read_python(self) -> Reading[None]:
+        """Read a list of calls after its bracket."""
+        cursor = self._cursor
+        start = cursor.at - 1
+        name = yield from cursor.read(_NAME)
+        if name not in self._schemas:
+            raise BrokenError
+        cursor.at = start
+        text = yield from cursor.read_brackets(_PYTHON_PLAIN, "\"'")
+        calls = python_calls(without_marks(text))
+        if not calls or not all(name in self._schemas for name, _ in calls):
+            raise BrokenError
+        for name, arguments in calls:
+            self._begin(name)
+            self._add(arguments)
+            yield from self._end()
