@@ -52,7 +52,8 @@ class CallReader:
         self._schemas = schemas
         self._streams = streams_arguments
         # A JSON call is recognised by its brace, too.
-        self._opening = (*words_of(calls.open), *(("{",) if calls.syntax is CallSyntax.JSON_CALL else ()))
+        brace = ("{",) if calls.syntax is CallSyntax.JSON_CALL else ()
+        self._opening: tuple[str, ...] = (*words_of(calls.open), *brace)
         self._ends = (*words_of(calls.close)[:1], *words_of(calls.section_close)[:1])
         self._name = self._call_id = self._arguments = ""
 
@@ -202,11 +203,12 @@ class CallReader:
         Values have no escapes: what closes them only counts if another parameter or the call's end follows.
         """
         calls, cursor = self._format, self._cursor
-        (closing,) = words_of(calls.value_end)
+        closing, *others = words_of(calls.value_end)
         start = end = cursor.at
         while True:
             end = yield from cursor.find(closing, end)
             cursor.at = end + len(closing)
+            yield from cursor.skip(others)
             if (yield from self._is_any_next(words_of(calls.parameter_open)[0], *self._ends)):
                 break
             end = cursor.at

@@ -7,6 +7,8 @@ from dataclasses import astuple, dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from quire.tokenization.answers.response_template import ResponseTemplate, read_response_template
+
 
 class Delimiters(NamedTuple):
     """The texts before and after a part of an answer."""
@@ -263,6 +265,7 @@ _CALLS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<arg_key>",), GLM),
     (("<function=", "<parameter="), QWEN_CODER),
     (("<|tool|>", "<|/tool|>"), PHI_4_MINI),
+    (("functools[",), PHI_4_MINI),
     (("<tool_call>[",), GRANITE_31),
     (("<tool_call>",), HERMES),
     (("<|tool_call|>",), GRANITE_3),
@@ -279,18 +282,48 @@ def find_answer_format(
 ) -> AnswerFormat | None:
     """Return how a model writes reasoning and calls, or None if its files do not show it.
 
+    The ``response_template`` of ``tokenizer_config`` takes precedence over the chat template's source.
     ``added_tokens`` are the texts of the tokenizer's added tokens, special or not.
     """
-    source = template_source or ""
+    template = read_response_template(tokenizer_config.get("response_template"))
+    source = template.source if template else template_source or ""
     calls = next((calls for marks, calls in _CALLS if all(mark in source for mark in marks)), None)
     channels = HARMONY_CHANNELS if calls is HARMONY else None
     reasoning = next((each for mark, each in _REASONING if mark in source and channels is None), None)
+    if template and not channels:
+        reasoning = reasoning or (Delimiters(*template.reasoning) if all(template.reasoning) else None)
+        calls = calls or _calls_of(template)
     if calls is None and reasoning is None:
         return None
     found = AnswerFormat(reasoning, calls, channels)
     texts = list(_texts(astuple(found)))
     tokens = (token for token in added_tokens if len(token) > 2 and not token.isspace())
     return replace(found, tokens=frozenset(each for each in tokens if any(each in text for text in texts)))
+
+
+def _calls_of(template: ResponseTemplate) -> CallFormat | None:
+    """Return calls of an unknown model."""
+    close = "".join(template.call_close[:1])
+    if not all(text.strip() for text in (*template.call_open, *template.parameter)):
+        return None
+    match template.call_open, template.parameter:
+        case (before,), _ if template.is_list:
+            return replace(PHI_4_MINI, section_open=f"{before}[", section_close=f"]{close}")
+        case (before,), ():
+            return replace(HERMES, open=before, close=close)
+        case (before, name_end), ():
+            return CallFormat(CallSyntax.JSON_ARGUMENTS, open=before, name_end=name_end, close=close)
+        case (before, name_end), (parameter_open, key_end, value_end):
+            return CallFormat(
+                CallSyntax.PARAMETERS,
+                open=before,
+                name_end=name_end,
+                parameter_open=parameter_open,
+                key_end=key_end,
+                value_end=value_end,
+                close=close,
+            )
+    return None
 
 
 def _texts(values: Iterable[object]) -> Iterator[str]:
