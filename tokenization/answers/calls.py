@@ -45,7 +45,7 @@ class CallReader:
         streams_arguments: bool,
     ) -> None:
         self.is_open = False
-        """Whether a part of the last call is written, and more would follow."""
+        """Whether a part of the last call is written, and more of it or what closes it would follow."""
         self._format = calls
         self._cursor = cursor
         self._writer = writer
@@ -105,6 +105,7 @@ class CallReader:
 
     def _read_call(self) -> Reading[None]:
         calls, cursor = self._format, self._cursor
+        self.is_open = False
         if calls.syntax is CallSyntax.JSON_CALL:
             yield from self._read_json_call()
             return
@@ -140,7 +141,7 @@ class CallReader:
             if arguments is None:
                 raise BrokenError
             self._writer.write_call(arguments, self._name, self._call_id)
-        self.is_open = False
+            self.is_open = True
         for word in words_of(self._format.close):
             yield from self._cursor.skip((word,))
         self._writer.write_delimiter(Kind.CALL)

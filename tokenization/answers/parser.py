@@ -155,11 +155,11 @@ class AnswerParser:
         try:
             yield from reading
         except BrokenError:
-            if self._calls:
-                self._calls.is_open = False
             if self._writer.start == start:
                 self._cursor.at = max(self._cursor.at, length)
             self._writer.write_text()
+        if self._calls:
+            self._calls.is_open = False
 
     def _region(self, marker: _Marker, length: int) -> Reading[None]:
         reasoning, writer = self._format.reasoning, self._writer
