@@ -1,1 +1,1 @@
-"""Converts text to token ids and back without torch or transformers; chat template and stop strings."""
+"""Converts text to token ids and back without torch or transformers; chat template, stop strings, answers."""

@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-_ERRORS = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+_ERRORS = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError)
 """What reading and writing values that a model wrote can raise."""
 _TYPE_NAMES: dict[type, str] = {
     **{dict: "object", list: "array", str: "string"},
     **{bool: "boolean", int: "integer", float: "number", type(None): "null"},
 }
 _CONSTANTS = {"true": True, "false": False, "null": None}
-_UNQUOTED_KEY = re.compile(r"([{,]\s*)([^\s:{}\[\],\"]+)\s*:")
+_UNQUOTED_KEY = re.compile(r"([{,]\s*)([^\s:{}\[\],\"\\]+)\s*:")
 
 
 def json_object(text: str) -> str | None:
@@ -40,8 +40,10 @@ def json_object(text: str) -> str | None:
 
 def parameter_types(schema: Mapping[str, Any], key: str) -> set[str]:
     """Return the JSON types that the schema of a tool's parameters allows for one of them; none: any type."""
-    properties = schema.get("properties")
-    return _types(properties.get(key), schema) if isinstance(properties, Mapping) else set()
+    try:
+        return _types(schema["properties"][key], schema)
+    except _ERRORS:  # a schema that is not well formed says nothing
+        return set()
 
 
 def json_value(text: str, types: set[str]) -> str:
@@ -59,7 +61,7 @@ def json_value(text: str, types: set[str]) -> str:
 def json_of_key_values(parts: list[tuple[str, bool]]) -> str | None:
     """Return an object with unquoted keys as JSON, or None; each part of the text is a string or is not."""
     text = "".join(
-        json.dumps(part, ensure_ascii=False) if is_string else _UNQUOTED_KEY.sub(_quote_key, part)
+        json.dumps(part, ensure_ascii=False) if is_string else _UNQUOTED_KEY.sub(r'\1"\2":', part)
         for part, is_string in parts
     )
     return json_object(text)
@@ -107,34 +109,28 @@ def _types(schema: object, root: Mapping[str, Any], depth: int = 8) -> set[str]:
     """Return the JSON types that a schema allows, or none if it does not say."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        target: object = root
-        for name in reference.removeprefix("#/").split("/"):
-            target = target.get(name) if isinstance(target, Mapping) else None
+    if "$ref" in schema:
+        target: Any = root
+        for name in schema["$ref"].removeprefix("#/").split("/"):
+            target = target[name]
         return _types(target, root, depth - 1)
     declared = schema.get("type", [])
     if declared:
         return {declared} if isinstance(declared, str) else set(map(str, declared))
     values = [schema["const"]] if "const" in schema else schema.get("enum") or []
     choices = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or []]
-    return {_type_name(value) for value in values}.union(*(_types(each, root, depth - 1) for each in choices))
+    return {_TYPE_NAMES.get(type(value), "") for value in values}.union(
+        *(_types(each, root, depth - 1) for each in choices)
+    )
 
 
 def _has_type(value: object, types: set[str]) -> bool:
     """Return whether a value that a model wrote as raw text is one of its types, and not text."""
-    name = _type_name(value)
+    name = _TYPE_NAMES.get(type(value), "")
     if name == "null":
         return "null" in types or "string" not in types
     names = {"integer", "number"} if name in ("integer", "number") else {name}
     return name != "string" and (not types or not names.isdisjoint(types))
-
-
-def _type_name(value: object) -> str:
-    return _TYPE_NAMES.get(type(value), "")
-
-
-def _quote_key(match: re.Match[str]) -> str:
-    return f"{match[1]}{json.dumps(match[2], ensure_ascii=False)}:"
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -19,7 +19,6 @@ from quire.tokenization.answers.cursor import (
     Cursor,
     Reading,
     without_marks,
-    words_of,
 )
 from quire.tokenization.answers.formats import CallFormat, CallSyntax
 from quire.tokenization.answers.pieces import Kind
@@ -32,6 +31,10 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = ("name", "id", "type", *_ARGUMENT_KEYS)
 
 
+Schemas = Mapping[str, Mapping[str, Any]]
+"""For each tool, the JSON schema of its parameters."""
+
+
 class CallReader:
     """Reads calls at a cursor; its readers raise BrokenError where the text is no call."""
 
@@ -40,8 +43,7 @@ class CallReader:
         calls: CallFormat,
         cursor: Cursor,
         writer: PieceWriter,
-        schemas: Mapping[str, Mapping[str, Any]],
-        *,
+        schemas: Schemas,
         streams_arguments: bool,
     ) -> None:
         self.is_open = False
@@ -51,22 +53,16 @@ class CallReader:
         self._writer = writer
         self._schemas = schemas
         self._streams = streams_arguments
+        section, opened = cursor.words(calls.section_open), cursor.words(calls.open)
+        self.markers = {words[0] for words in (section, opened) if words}
+        """The words that can begin a section."""
         # A JSON call is recognised by its brace, too.
         brace = ("{",) if calls.syntax is CallSyntax.JSON_CALL else ()
-        self._opening: tuple[str, ...] = (*words_of(calls.open), *brace)
-        self._ends = (*words_of(calls.close)[:1], *words_of(calls.section_close)[:1])
+        self._opening: tuple[str, ...] = (*opened, *brace)
+        self.first_word = (*section[1:], *self._opening)[0] if calls.may_begin_answer else ""
+        """What begins a section at the beginning of the content, without a marker."""
+        self._ends = (*cursor.words(calls.close)[:1], *cursor.words(calls.section_close)[:1])
         self._name = self._call_id = self._arguments = ""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The words that can begin a section."""
-        words = (words_of(self._format.section_open)[:1], words_of(self._format.open)[:1])
-        return tuple(dict.fromkeys(each for (each,) in filter(None, words)))
-
-    @property
-    def first_character(self) -> str:
-        """What begins a section at the beginning of the content."""
-        return [*words_of(self._format.section_open)[1:], *self._opening][0]
 
     def called_name(self, recipient: str) -> str | None:
         """Return the name of the tool that a harmony message is for, or None if it is for none."""
@@ -76,7 +72,7 @@ class CallReader:
     def read_section(self) -> Reading[None]:
         """Read a section, or a single call."""
         calls, cursor = self._format, self._cursor
-        section = words_of(calls.section_open)
+        section = cursor.words(calls.section_open)
         if not (yield from cursor.skip(section)) and calls.may_begin_answer:
             yield from cursor.expect(section[1:])
         if calls.syntax is CallSyntax.PYTHON:
@@ -84,10 +80,10 @@ class CallReader:
         else:
             yield from cursor.expect(self._opening)
             yield from self._read_call()
-            if section or words_of(calls.separator):
-                while (yield from cursor.skip((*words_of(calls.separator), *self._opening))):
+            if section or cursor.words(calls.separator):
+                while (yield from cursor.skip((*cursor.words(calls.separator), *self._opening))):
                     yield from self._read_call()
-        for word in words_of(calls.section_close):
+        for word in cursor.words(calls.section_close):
             yield from cursor.skip((word,))
         self._writer.write_delimiter(Kind.CALL)
 
@@ -111,12 +107,12 @@ class CallReader:
             return
         header = name = without_marks((yield from cursor.read(_NAME)))
         call_id = ""
-        if calls.id_open and (yield from cursor.skip(words_of(calls.id_open))):
+        if calls.id_open and (yield from cursor.skip(cursor.words(calls.id_open))):
             call_id = yield from cursor.read(_NAME)
         elif calls.index_open:
             call_id = header
             name = header.rpartition(calls.index_open)[0] or header
-        yield from cursor.skip(words_of(calls.name_end))
+        yield from cursor.skip(cursor.words(calls.name_end))
         yield from self.read_arguments(name.removeprefix(calls.name_prefix), call_id)
 
     def _begin(self, name: str, call_id: str = "") -> None:
@@ -142,7 +138,7 @@ class CallReader:
                 raise BrokenError
             self._writer.write_call(arguments, self._name, self._call_id)
             self.is_open = True
-        for word in words_of(self._format.close):
+        for word in self._cursor.words(self._format.close):
             yield from self._cursor.skip((word,))
         self._writer.write_delimiter(Kind.CALL)
 
@@ -167,7 +163,7 @@ class CallReader:
                 raise BrokenError
             yield from cursor.expect((":",))
             is_arguments = key in _ARGUMENT_KEYS
-            if is_arguments and name and self._streams and (yield from cursor.is_next(("{",))):
+            if is_arguments and name and self._streams and (yield from cursor.is_next("{")):
                 self._begin(name)
                 yield from self._read_json()
             else:
@@ -183,18 +179,18 @@ class CallReader:
     def _read_parameters(self) -> Reading[None]:
         calls, cursor = self._format, self._cursor
         before = "{"
-        while (yield from cursor.skip(words_of(calls.parameter_open))):
+        while (yield from cursor.skip(cursor.words(calls.parameter_open))):
             key = (yield from cursor.read(_KEY)).rstrip()
-            is_json = yield from cursor.skip(words_of(calls.json_key_end))
+            is_json = yield from cursor.skip(cursor.words(calls.json_key_end))
             if not is_json or not calls.json_key_end:
-                yield from cursor.expect(words_of(calls.key_end))
+                yield from cursor.expect(cursor.words(calls.key_end))
             types = parameter_types(self._schemas.get(self._name, {}), key)
             if calls.json_key_end:
                 types = set() if is_json else {"string"}
             value = yield from self._read_value()
             self._add(f"{before}{json_value(key, {'string'})}: {json_value(value, types)}")
             before = ", "
-        if not (yield from self._is_any_next(*self._ends)):
+        if not (yield from cursor.is_next(*self._ends)):
             raise BrokenError
         self._add("{}" if before == "{" else "}")
 
@@ -204,42 +200,36 @@ class CallReader:
         Values have no escapes: what closes them only counts if another parameter or the call's end follows.
         """
         calls, cursor = self._format, self._cursor
-        closing, *others = words_of(calls.value_end)
+        closing, *others = cursor.words(calls.value_end)
         start = end = cursor.at
-        while True:
-            end = yield from cursor.find(closing, end)
-            cursor.at = end + len(closing)
-            yield from cursor.skip(others)
-            if (yield from self._is_any_next(words_of(calls.parameter_open)[0], *self._ends)):
-                break
+        is_closed = False
+        while not is_closed:
+            yield from cursor.search(closing)
             end = cursor.at
+            cursor.at += len(closing)
+            yield from cursor.skip(others)
+            is_closed = yield from cursor.is_next(cursor.words(calls.parameter_open)[0], *self._ends)
         value = without_marks(cursor.text[start:end])
         value = value.removeprefix("\n") if calls.key_end.endswith("\n") else value
         return value.removesuffix("\n") if calls.value_end.startswith("\n") else value
 
-    def _is_any_next(self, *words: str) -> Reading[bool]:
-        for word in words:
-            if (yield from self._cursor.is_next((word,))):
-                return True
-        return False
-
     def _read_key_values(self) -> Reading[None]:
         calls, cursor = self._format, self._cursor
-        delimiter, closing = calls.string_delimiter, words_of(calls.close)[0]
-        boundary = re.compile(f"{re.escape(delimiter)}|{re.escape(closing)}|[{{}}\\[\\]]")
+        (delimiter,), (closing, *_) = map(cursor.words, (calls.string_delimiter, calls.close))
         yield from cursor.expect(("{",))
         start, depth, parts = cursor.at - 1, 1, []
         while depth:
-            match = yield from cursor.search(boundary, len(delimiter + closing))
-            cursor.at = match.end()
-            if match[0] == closing:
+            found = yield from cursor.search(delimiter, closing, *"{}[]")
+            if found == closing:
                 raise BrokenError
-            if match[0] == delimiter:
-                end = yield from cursor.find(delimiter, match.end())
-                parts += [(cursor.text[start : match.start()], False), (cursor.text[match.end() : end], True)]
-                start = cursor.at = end + len(delimiter)
-            else:
-                depth += 1 if match[0] in "{[" else -1
+            if found == delimiter:
+                parts.append((cursor.text[start : cursor.at], False))
+                start = cursor.at = cursor.at + len(delimiter)
+                yield from cursor.search(delimiter)
+                parts.append((cursor.text[start : cursor.at], True))
+                start = cursor.at + len(delimiter)
+            depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found, 0)
+            cursor.at += len(found)
         arguments = json_of_key_values([*parts, (cursor.text[start : cursor.at], False)])
         if arguments is None:
             raise BrokenError

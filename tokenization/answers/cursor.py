@@ -18,6 +18,7 @@ TOKEN_MARK = "\ud800"
 _WORD = re.compile(r"M?(?:<[^\s<>]*>?|[^\s<>M]*>|[^\s<>M]+)".replace("M", TOKEN_MARK))
 _JSON_PLAIN = re.compile(r"[\s\d,:+\-.eEtrufalsn]*")
 _STRINGS = {quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*", re.DOTALL) for quote in ('"', "'")}
+_NO_SPACE = re.compile(r"\S")
 _SCALAR = re.compile(r"[\w+\-.]*")
 _OPENING, _CLOSING = "{[(", "}])"
 
@@ -35,19 +36,18 @@ def without_marks(text: str) -> str:
     return text.replace(TOKEN_MARK, "")
 
 
-@lru_cache(maxsize=1024)
-def words_of(delimiter: str) -> Sequence[str]:
-    """Return the parts of a delimiter that whitespace may stand between."""
-    return tuple(_WORD.findall(delimiter))
-
-
 class Cursor:
-    """A position in a text that grows at its end."""
+    """A position in a text that grows at its end; ``tokens`` are the delimiters that are one token."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: frozenset[str] = frozenset()) -> None:
         self.text = ""
         self.at = 0
         self.has_ended = False
+        self._tokens = tokens
+
+    def words(self, delimiter: str) -> tuple[str, ...]:
+        """Return the parts of a delimiter that whitespace may stand between, with the marks of tokens."""
+        return _words(delimiter, self._tokens)
 
     def more(self) -> Reading[None]:
         """Wait for more text.
@@ -75,12 +75,14 @@ class Cursor:
         self.at = at
         return True
 
-    def is_next(self, words: Sequence[str]) -> Reading[bool]:
-        """Return whether some words follow."""
+    def is_next(self, *words: str) -> Reading[bool]:
+        """Return whether one of some words follows."""
         at = self.at
-        found = yield from self.skip(words)
-        self.at = at
-        return found
+        for word in words:
+            if (yield from self.skip((word,))):
+                self.at = at
+                return True
+        return False
 
     def expect(self, words: Sequence[str]) -> Reading[None]:
         """Skip some words.
@@ -98,29 +100,23 @@ class Cursor:
             BrokenError: the text is empty or too long.
         """
         while True:
-            start = self._after_space()
-            end = match.end() if (match := pattern.match(self.text, start)) else start
-            if end - start > LONGEST_NAME or (end == start < len(self.text)):
+            yield from self._skip_space()
+            name = match[0] if (match := pattern.match(self.text, self.at)) else ""
+            if not 0 < len(name) <= LONGEST_NAME:
                 raise BrokenError
-            if end < len(self.text):
-                self.at = end
-                return self.text[start:end]
+            if self.at + len(name) < len(self.text):
+                self.at += len(name)
+                return name
             yield from self.more()
 
-    def find(self, text: str, start: int) -> Reading[int]:
-        """Return where a text begins, at or after ``start``."""
-        while (found := self.text.find(text, start)) < 0:
-            start = max(start, len(self.text) - len(text) + 1)
-            yield from self.more()
-        return found
-
-    def search(self, pattern: re.Pattern[str], longest: int) -> Reading[re.Match[str]]:
-        """Return the next match of a pattern that matches at most ``longest`` characters."""
-        start = self.at
+    def search(self, *texts: str) -> Reading[str]:
+        """Move to the first of some texts, and return it."""
+        pattern, start = re.compile("|".join(map(re.escape, texts))), self.at
         while not (match := pattern.search(self.text, start)):
-            start = max(start, len(self.text) - longest + 1)
+            start = max(start, len(self.text) - max(map(len, texts)) + 1)
             yield from self.more()
-        return match
+        self.at = match.start()
+        return match[0]
 
     def read_brackets(
         self,
@@ -133,18 +129,16 @@ class Cursor:
         Args:
             plain: all that may occur outside of strings, except for brackets and quotes.
             quotes: characters that begin and end strings.
-            on_progress: called before each wait, and cuts off the text before the cursor. The result is then
-                only the text after the last cut.
+            on_progress: called before each wait and error; cuts off the text before the cursor. The result is
+                then only the text after the last cut.
 
         Raises:
             BrokenError: there is no such text.
         """
-        while (start := self._after_space()) == len(self.text):
-            yield from self.more()
-        if self.text[start] not in f"{_OPENING}{quotes}":
+        yield from self._skip_space()
+        if self.text[self.at] not in f"{_OPENING}{quotes}":
             return (yield from self.read(_SCALAR))
-        self.at = start
-        depth, quote = 0, ""
+        start, depth, quote = self.at, 0, ""
         while True:
             match = (_STRINGS[quote] if quote else plain).match(self.text, self.at)
             assert match, "the patterns match an empty text"
@@ -165,14 +159,23 @@ class Cursor:
             elif character in _CLOSING and depth:
                 depth -= 1
             else:
+                if on_progress:
+                    on_progress()
                 raise BrokenError
             self.at += 1
             if not depth and not quote:
                 return self.text[start : self.at]
 
-    def _after_space(self) -> int:
-        """Return the position of the next character that is not whitespace, or the end."""
-        at = self.at
-        while at < len(self.text) and self.text[at].isspace():
-            at += 1
-        return at
+    def _skip_space(self) -> Reading[None]:
+        """Move to the next character that is not whitespace."""
+        while not (match := _NO_SPACE.search(self.text, self.at)):
+            self.at = len(self.text)
+            yield from self.more()
+        self.at = match.start()
+
+
+@lru_cache(maxsize=4096)
+def _words(delimiter: str, tokens: frozenset[str]) -> tuple[str, ...]:
+    longest_first = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    marked = re.sub(longest_first, rf"{TOKEN_MARK}\g<0>", delimiter) if tokens else delimiter
+    return tuple(_WORD.findall(marked))

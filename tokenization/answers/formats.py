@@ -75,22 +75,21 @@ class CallFormat:
     """Text before and after each string of ``KEY_VALUES``."""
 
 
-@dataclass(frozen=True)
-class Channels:
-    """Headers of the harmony format, which say what the text after them is.
+class Channels(NamedTuple):
+    """Headers of harmony, which say what the text after them is.
 
     ::
 
         <|start|>assistant<|channel|>NAME to=RECIPIENT <|message|>TEXT<|end|>
     """
 
-    starts: tuple[str, ...]
-    header_end: str
-    ends: tuple[str, ...]
-    reasoning_channel: str
-    recipient: str
+    starts: tuple[str, ...] = ("<|start|>", "<|channel|>")
+    header_end: str = "<|message|>"
+    ends: tuple[str, ...] = ("<|end|>", "<|return|>", "<|call|>")
+    reasoning_channel: str = "analysis"
+    recipient: str = "to="
     """Text before the name of a called function."""
-    prompt_end: str
+    prompt_end: str = "<|start|>assistant"
     """End of a prompt whose answer begins inside of a header."""
 
 
@@ -106,142 +105,106 @@ class AnswerFormat:
     not the same characters in several tokens, which people and models write about."""
 
 
-_BAR, _GAP = "\uff5c", "\u2581"
+def _calls(
+    syntax: CallSyntax, call: str, section: str = "", parameter: str = "", **options: Any
+) -> CallFormat:
+    """Return a format whose texts are written around ``{}``: name and arguments, calls, key and value."""
+    opened, *between, close = call.split("{}")
+    section_open, _, section_close = section.partition("{}")
+    names = ("parameter_open", "key_end", "value_end")
+    texts: dict[str, Any] = dict(zip(names, parameter.split("{}"), strict=False))
+    texts |= {"section_open": section_open, "section_close": section_close, "name_end": "".join(between)}
+    return CallFormat(syntax, open=opened, close=close, **texts, **options)
 
 
-def _deepseek(words: str) -> str:
-    return f"<{_BAR}{words.replace(' ', _GAP)}{_BAR}>"
+_BAR = "\uff5c"
+_DSML = f"{_BAR}DSML{_BAR}"
 
 
-def _dsml(section: str) -> CallFormat:
-    mark = f"{_BAR}DSML{_BAR}"
-    return CallFormat(
-        CallSyntax.PARAMETERS,
-        section_open=f"<{mark}{section}>\n",
-        open=f'<{mark}invoke name="',
-        name_end='">\n',
-        parameter_open=f'<{mark}parameter name="',
-        key_end='" string="true">',
-        json_key_end='" string="false">',
-        value_end=f"</{mark}parameter>\n",
-        close=f"</{mark}invoke>\n",
-        section_close=f"</{mark}{section}>",
-    )
+def _deepseek(text: str) -> str:
+    """Return a text with DeepSeek's characters in the delimiters, which are written with ``|`` and ``_``."""
+    return text.replace("|", _BAR).replace("_", "\u2581")
 
 
-HERMES = CallFormat(CallSyntax.JSON_CALL, open="<tool_call>\n", close="\n</tool_call>", separator="\n")
-QWEN_CODER = CallFormat(
+HERMES = _calls(CallSyntax.JSON_CALL, "<tool_call>\n{}\n</tool_call>", separator="\n")
+QWEN_CODER = _calls(
     CallSyntax.PARAMETERS,
-    section_open="<tool_call>\n",
-    open="<function=",
-    name_end=">\n",
-    parameter_open="<parameter=",
-    key_end=">\n",
-    value_end="\n</parameter>\n",
-    close="</function>\n",
-    section_close="</tool_call>",
+    "<function={}>\n{}</function>\n",
+    "<tool_call>\n{}</tool_call>",
+    "<parameter={}>\n{}\n</parameter>\n",
     separator="\n",
     is_section_per_call=True,
 )
-LLAMA_JSON = CallFormat(
+LLAMA_JSON = _calls(
     CallSyntax.JSON_CALL,
-    section_open="<|python_tag|>",
+    "{}",
+    "<|python_tag|>{}",
     separator="; ",
     may_begin_answer=True,
     arguments_key="parameters",
 )
-LLAMA_PYTHON = CallFormat(
-    CallSyntax.PYTHON,
-    section_open="<|python_start|>[",
-    separator=", ",
-    section_close="]<|python_end|>",
-    may_begin_answer=True,
+LLAMA_PYTHON = _calls(
+    CallSyntax.PYTHON, "{}", "<|python_start|>[{}]<|python_end|>", separator=", ", may_begin_answer=True
 )
-MISTRAL_LIST = CallFormat(
-    CallSyntax.JSON_CALL, section_open="[TOOL_CALLS] [", separator=", ", section_close="]"
+MISTRAL_LIST = _calls(CallSyntax.JSON_CALL, "{}", "[TOOL_CALLS] [{}]", separator=", ")
+MISTRAL_NAMED = _calls(
+    CallSyntax.JSON_ARGUMENTS, "[TOOL_CALLS]{}[ARGS]{}", id_open="[CALL_ID]", ends_reasoning=True
 )
-MISTRAL_NAMED = CallFormat(
+DEEPSEEK_V3 = _calls(
     CallSyntax.JSON_ARGUMENTS,
-    open="[TOOL_CALLS]",
-    name_end="[ARGS]",
-    id_open="[CALL_ID]",
-    ends_reasoning=True,
-)
-DEEPSEEK_V3 = CallFormat(
-    CallSyntax.JSON_ARGUMENTS,
-    section_open=_deepseek("tool calls begin"),
-    open=f"{_deepseek('tool call begin')}function{_deepseek('tool sep')}",
-    name_end="\n```json\n",
-    close=f"\n```{_deepseek('tool call end')}",
+    _deepseek("<|tool_call_begin|>function<|tool_sep|>{}\n```json\n{}\n```<|tool_call_end|>"),
+    _deepseek("<|tool_calls_begin|>{}<|tool_calls_end|>"),
     separator="\n",
-    section_close=_deepseek("tool calls end"),
 )
-DEEPSEEK_V31 = replace(
-    DEEPSEEK_V3,
-    open=_deepseek("tool call begin"),
-    name_end=_deepseek("tool sep"),
-    close=_deepseek("tool call end"),
-    separator="",
-)
-HARMONY = CallFormat(
+DEEPSEEK_V31 = _calls(
     CallSyntax.JSON_ARGUMENTS,
-    open="<|channel|>commentary to=",
-    name_prefix="functions.",
-    name_end=" <|constrain|>json<|message|>",
-    close="<|call|>",
+    _deepseek("<|tool_call_begin|>{}<|tool_sep|>{}<|tool_call_end|>"),
+    _deepseek("<|tool_calls_begin|>{}<|tool_calls_end|>"),
 )
-HARMONY_CHANNELS = Channels(
-    starts=("<|start|>", "<|channel|>"),
-    header_end="<|message|>",
-    ends=("<|end|>", "<|return|>", "<|call|>"),
-    reasoning_channel="analysis",
-    recipient="to=",
-    prompt_end="<|start|>assistant",
-)
-GLM = CallFormat(
+DEEPSEEK_V32 = _calls(
     CallSyntax.PARAMETERS,
-    open="<tool_call>",
-    name_end="\n",
-    parameter_open="<arg_key>",
-    key_end="</arg_key>\n<arg_value>",
-    value_end="</arg_value>\n",
-    close="</tool_call>",
+    f'<{_DSML}invoke name="{{}}">\n{{}}</{_DSML}invoke>\n',
+    f"<{_DSML}function_calls>\n{{}}</{_DSML}function_calls>",
+    f'<{_DSML}parameter name="{{}}" string="true">{{}}</{_DSML}parameter>\n',
+    json_key_end='" string="false">',
+)
+DEEPSEEK_V4 = replace(
+    DEEPSEEK_V32, section_open=f"<{_DSML}tool_calls>\n", section_close=f"</{_DSML}tool_calls>"
+)
+HARMONY = _calls(
+    CallSyntax.JSON_ARGUMENTS,
+    "<|channel|>commentary to={} <|constrain|>json<|message|>{}<|call|>",
+    name_prefix="functions.",
+)
+GLM = _calls(
+    CallSyntax.PARAMETERS,
+    "<tool_call>{}\n{}</tool_call>",
+    parameter="<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
     separator="\n",
 )
-KIMI = CallFormat(
+KIMI = _calls(
     CallSyntax.JSON_ARGUMENTS,
-    section_open="<|tool_calls_section_begin|>",
-    open="<|tool_call_begin|>",
+    "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
     name_prefix="functions.",
     index_open=":",
-    name_end="<|tool_call_argument_begin|>",
-    close="<|tool_call_end|>",
-    section_close="<|tool_calls_section_end|>",
     ends_reasoning=True,
 )
-MINIMAX = CallFormat(
+MINIMAX = _calls(
     CallSyntax.PARAMETERS,
-    section_open="<minimax:tool_call>\n",
-    open='<invoke name="',
-    name_end='">\n',
-    parameter_open='<parameter name="',
-    key_end='">',
-    value_end="</parameter>\n",
-    close="</invoke>\n",
-    section_close="</minimax:tool_call>",
+    '<invoke name="{}">\n{}</invoke>\n',
+    "<minimax:tool_call>\n{}</minimax:tool_call>",
+    '<parameter name="{}">{}</parameter>\n',
 )
-DEEPSEEK_V32, DEEPSEEK_V4 = _dsml("function_calls"), _dsml("tool_calls")
-FUNCTION_GEMMA = CallFormat(
-    CallSyntax.KEY_VALUES,
-    open="<start_function_call>call:",
-    close="<end_function_call>",
-    string_delimiter="<escape>",
+FUNCTION_GEMMA = _calls(
+    CallSyntax.KEY_VALUES, "<start_function_call>call:{}<end_function_call>", string_delimiter="<escape>"
 )
-GEMMA_4 = replace(FUNCTION_GEMMA, open="<|tool_call>call:", close="<tool_call|>", string_delimiter='<|"|>')
-PHI_4_MINI = CallFormat(CallSyntax.JSON_CALL, section_open="functools[", separator=", ", section_close="]")
+GEMMA_4 = _calls(CallSyntax.KEY_VALUES, "<|tool_call>call:{}<tool_call|>", string_delimiter='<|"|>')
+PHI_4_MINI = _calls(CallSyntax.JSON_CALL, "{}", "functools[{}]", separator=", ")
 GRANITE_3 = replace(PHI_4_MINI, section_open="<|tool_call|>[")
 GRANITE_31 = replace(PHI_4_MINI, section_open="<tool_call>[")
 
+HARMONY_CHANNELS = Channels()
 _THINK = Delimiters("<think>\n", "\n</think>")
 _REASONING: tuple[tuple[str, Delimiters], ...] = (
     ("[THINK]", Delimiters("[THINK]", "[/THINK]")),
@@ -252,10 +215,10 @@ _REASONING: tuple[tuple[str, Delimiters], ...] = (
 """Text in a chat template's source, and the delimiters of reasoning that it shows; the first one counts."""
 _CALLS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<|channel|>", "<|message|>"), HARMONY),
-    ((f"{_BAR}DSML{_BAR}", "tool_calls>"), DEEPSEEK_V4),
-    ((f"{_BAR}DSML{_BAR}",), DEEPSEEK_V32),
-    ((_deepseek("tool calls begin"), "```json"), DEEPSEEK_V3),
-    ((_deepseek("tool calls begin"),), DEEPSEEK_V31),
+    ((_DSML, "tool_calls>"), DEEPSEEK_V4),
+    ((_DSML,), DEEPSEEK_V32),
+    ((_deepseek("<|tool_calls_begin|>"), "```json"), DEEPSEEK_V3),
+    ((_deepseek("<|tool_calls_begin|>"),), DEEPSEEK_V31),
     (("<|tool_calls_section_begin|>",), KIMI),
     (("<minimax:tool_call>",), MINIMAX),
     (("<start_function_call>",), FUNCTION_GEMMA),
@@ -308,20 +271,14 @@ def _calls_of(template: ResponseTemplate) -> CallFormat | None:
         return None
     match template.call_open, template.parameter:
         case (before,), _ if template.is_list:
-            return replace(PHI_4_MINI, section_open=f"{before}[", section_close=f"]{close}")
+            return _calls(CallSyntax.JSON_CALL, "{}", f"{before}[{{}}]{close}", separator=", ")
         case (before,), ():
             return replace(HERMES, open=before, close=close)
         case (before, name_end), ():
-            return CallFormat(CallSyntax.JSON_ARGUMENTS, open=before, name_end=name_end, close=close)
-        case (before, name_end), (parameter_open, key_end, value_end):
-            return CallFormat(
-                CallSyntax.PARAMETERS,
-                open=before,
-                name_end=name_end,
-                parameter_open=parameter_open,
-                key_end=key_end,
-                value_end=value_end,
-                close=close,
+            return _calls(CallSyntax.JSON_ARGUMENTS, f"{before}{{}}{name_end}{{}}{close}")
+        case (before, name_end), (_, _, _) as parameter:
+            return _calls(
+                CallSyntax.PARAMETERS, f"{before}{{}}{name_end}{{}}{close}", parameter="{}".join(parameter)
             )
     return None
 

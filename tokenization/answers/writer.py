@@ -25,7 +25,7 @@ class PieceWriter:
         self.has_delimiter = False
         """Whether a delimiter was written, or precedes the answer."""
         self.begun: set[Kind] = set()
-        """The kinds that have shown text."""
+        """The kinds that have text, shown or held back."""
         self._cursor = cursor
         self._stop_strings = stop_strings
         self._matcher = StopMatcher(stop_strings)
@@ -43,7 +43,7 @@ class PieceWriter:
         self._token_ends: deque[int] = deque()
         """Offsets in the answer where the tokens that are not in a piece yet end."""
         self._pieces: list[Piece] = []
-        self._last = Piece(Kind.CONTENT, "")
+        self._last: Piece | None = None
         """The last piece; tokens without text count to its kind."""
 
     def add_token(self, text: str) -> None:
@@ -62,11 +62,11 @@ class PieceWriter:
             EndedError: a stop string ended the answer; ``stop`` is that string.
         """
         num_unmatched = max(0, self._unmatched_end - self.start)
-        text = self._cut(Piece(self.kind, ""))
+        text, num_tokens = self._cut()
         if self.kind is not Kind.CONTENT or not self._stop_strings:
-            self._show(self._trimmed(text))
+            self._show(self._trimmed(text), num_tokens)
             return
-        self._show(self._trimmed(text[:num_unmatched]))
+        self._show(self._trimmed(text[:num_unmatched]), num_tokens)
         fed = self._matcher.feed(self._trimmed(text[num_unmatched:]))
         self._show(fed.text)
         if fed.is_stopped:
@@ -76,7 +76,7 @@ class PieceWriter:
     def write_delimiter(self, kind: Kind) -> None:
         """Count the text before the cursor to a kind, and show none of it."""
         self._end_region()
-        self._cut(Piece(kind, "", call_index=self._call_index if kind is Kind.CALL else 0))
+        self._add(Piece(kind, "", self._cut()[1], self._call_index if kind is Kind.CALL else 0))
 
     def write_call(self, arguments: str, name: str = "", call_id: str = "") -> None:
         """Return the next part of a call's arguments, which covers the text before the cursor.
@@ -90,12 +90,12 @@ class PieceWriter:
         if self._max_calls is not None and self._num_calls > self._max_calls:
             self.write_delimiter(Kind.CALL)
         else:
-            self._cut(Piece(Kind.CALL, arguments, 0, self._call_index, name, call_id))
+            self._add(Piece(Kind.CALL, arguments, self._cut()[1], self._call_index, name, call_id))
 
     def finish(self) -> None:
         """Return what is held back, and count all tokens."""
         self._cursor.at = len(self._cursor.text)
-        self._cut(Piece(self.kind, ""))
+        self._add(Piece(self.kind, "", self._cut()[1]))
         if self.stop is None:
             self._show(self._matcher.flush())
         if self._region_has_text or not self.has_delimiter:
@@ -104,7 +104,8 @@ class PieceWriter:
     def take(self) -> list[Piece]:
         """Return the pieces since the last call."""
         if self._token_ends and not self._cursor.text:
-            self._cut(self._last._replace(text="", name="", call_id=""))
+            last = self._last or Piece(self.kind, "")
+            self._add(Piece(last.kind, "", self._cut()[1], last.call_index))
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -122,16 +123,19 @@ class PieceWriter:
 
     def _trimmed(self, text: str) -> str:
         text = without_marks(text)
-        return text.lstrip() if self.has_delimiter and self.kind not in self.begun else text
+        if self.has_delimiter and self.kind not in self.begun:
+            text = text.lstrip()
+        if text.strip():
+            self.begun.add(self.kind)
+        return text
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: str, num_tokens: int = 0) -> None:
         whole = self._space[self.kind] + text
         shown = whole.rstrip()
         self._space[self.kind] = whole[len(shown) :]
         if shown:
-            self.begun.add(self.kind)
             self._region_has_text = True
-            self._add(Piece(self.kind, shown))
+        self._add(Piece(self.kind, shown, num_tokens))
 
     @property
     def _call_index(self) -> int:
@@ -139,8 +143,8 @@ class PieceWriter:
         num_calls = self._num_calls if self._max_calls is None else min(self._num_calls, self._max_calls)
         return max(0, num_calls - 1)
 
-    def _cut(self, piece: Piece) -> str:
-        """Remove and return the text before the cursor, and add a piece with the tokens that it ends."""
+    def _cut(self) -> tuple[str, int]:
+        """Remove and return the text before the cursor, and the number of tokens that end in it."""
         cursor = self._cursor
         text, cursor.text = cursor.text[: cursor.at], cursor.text[cursor.at :]
         self.start += cursor.at
@@ -149,8 +153,7 @@ class PieceWriter:
         while self._token_ends and self._token_ends[0] <= self.start:
             self._token_ends.popleft()
             num_tokens += 1
-        self._add(piece._replace(num_tokens=num_tokens))
-        return text
+        return text, num_tokens
 
     def _add(self, piece: Piece) -> None:
         if not (piece.text or piece.num_tokens or piece.name):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -462,6 +462,7 @@ def test_only_the_first_calls_are_returned_and_all_tokens_are_counted() -> None:
         ("<think>a</think>\n\nb\n\nc", "b", "\n\n"),
         ("EN<think>D</think>END", "EN", "END"),
         ("no stop EN", "no stop EN", None),
+        ("<think>a</think>\nE \n b", "E \n b", None),
     ],
 )
 def test_stop_strings_count_only_in_content(text: str, content: str, stop: str | None) -> None:
@@ -493,18 +494,24 @@ PARTS = sorted(
 texts = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=20)
 
 
-@given(st.sampled_from(ALL_FORMATS), texts, st.booleans(), st.integers(1, 9))
+@given(
+    st.sampled_from(ALL_FORMATS), texts, st.booleans(), st.integers(1, 9), st.sampled_from([(), ("a", "</")])
+)
 def test_any_text_is_parsed_without_errors_and_alike_in_all_divisions(
-    answer_format: AnswerFormat, parts: list[str], streams_arguments: bool, size: int
+    answer_format: AnswerFormat, parts: list[str], streams_arguments: bool, size: int, stops: Sequence[str]
 ) -> None:
     text = "".join(parts)
-    options = {"streams_arguments": streams_arguments, "prompt_tail": "<|start|>assistant"}
+    options: dict[str, Any] = {
+        "streams_arguments": streams_arguments,
+        "prompt_tail": "<|start|>assistant",
+        "stop_strings": stops,
+    }
     whole = pieces_of(answer_format, [text], **options)
     divided = [text[start : start + size] for start in range(0, len(text), size)]
     for tokens in (parts, divided):
         pieces = pieces_of(answer_format, tokens, **options)
         assert parsed(pieces) == parsed(whole)
-        assert sum(piece.num_tokens for piece in pieces) == len(tokens)
+        assert stops or sum(piece.num_tokens for piece in pieces) == len(tokens)
     json.dumps(parsed(whole), ensure_ascii=False).encode()
 
 
@@ -513,3 +520,30 @@ def test_any_text_is_parsed_without_errors_and_alike_in_all_divisions(
 )
 def test_plain_text_is_content_without_a_change(answer_format: AnswerFormat, text: str) -> None:
     assert parsed(pieces_of(answer_format, list(text))) == ("", text, [])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, "many", "many"),
+        ({"type": "number"}, "1.50", 1.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, "['a', 1]", ["a", 1]),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "integer"]}, "5", 5),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 1}, "1", 1),
+        ({"oneOf": [{"type": "object"}, {"type": "string"}]}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/missing"}, "5", 5),
+        ({"anyOf": 5, "type": {}}, "x", "x"),
+        ({}, "NaN", "NaN"),
+        (5, "[1]", [1]),
+    ],
+)
+def test_raw_text_has_the_type_of_the_schema(schema: object, text: str, value: object) -> None:
+    answer = f"<tool_call>f<arg_key>k</arg_key><arg_value>{text}</arg_value></tool_call>"
+    schemas = {"f": {"properties": {"k": schema}}}
+    [call] = as_objects(pieces_of(AnswerFormat(calls=formats.GLM), [answer], schemas=schemas)).calls
+    assert call == Call("f", {"k": value})

@@ -88,6 +88,8 @@ def test_the_template_of_a_known_family_has_its_format(family: str, name: str) -
             ),
         ),
         ({"open_pattern": "<a>|<b>", "close": "</call>"}, None),
+        ({"open_pattern": r"<(?P<name>\w+)>", "content_args": {"tag_pattern": "<(?P<key>.*)>"}}, None),
+        ({"open_pattern": r"(?P<name>\w+):"}, None),
     ],
 )
 def test_the_template_of_an_unknown_family_shows_its_delimiters(
