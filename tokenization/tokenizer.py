@@ -80,6 +80,10 @@ class Tokenizer:
         self._long_texts = ThreadPoolExecutor(LONG_TEXTS_AT_ONCE, thread_name_prefix="long-text")
         self._most_bytes = most_bytes_of_a_token(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Ids of the added tokens, special or not, by their texts."""
+        # The same tokens come many times; decoding them each time would be most of the work of logprobs.
+        self._texts: dict[int, str] = {}
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
@@ -137,6 +141,16 @@ class Tokenizer:
         [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
+    def text_of(self, token_id: int) -> str:
+        """Return the text of a single token; of a part of a character, U+FFFD."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether an id is that of a special token."""
+        return token_id in self._special_ids
+
     def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Return whether ``decode`` uses an id; it ignores skipped special tokens and unknown ids."""
         if token_id in self._special_ids:
@@ -181,6 +195,16 @@ class IncrementalDecoder:
             self._feed(token_ids[start : start + IDS_AT_ONCE])
             for start in range(0, len(token_ids), IDS_AT_ONCE)
         )
+
+    def feed_each(self, token_ids: Sequence[int]) -> list[str]:
+        """Take the next ids and return the text that became certain with each, as ``step`` does."""
+        texts = list(map(self._tokenizer.text_of, token_ids))
+        before = list(self._window), self._shown, self._num_waiting
+        # Most tokens have the same text everywhere, so a single decoding confirms the texts of all.
+        if _REPLACEMENT not in (whole := "".join(texts)) and self.feed(token_ids) == whole:
+            return texts
+        self._window, self._shown, self._num_waiting = before
+        return list(map(self.step, token_ids))
 
     def _feed(self, token_ids: Sequence[int]) -> str:
         has_text, skips = self._tokenizer.has_text, self._skip_special_tokens

@@ -35,11 +35,14 @@ async def read_prompt(generation: pb.Generation, model: ServedModel) -> list[int
         InvalidArgument: the prompt is missing, empty, malformed or too long.
     """
     kind = generation.WhichOneof("prompt")
-    if kind == "token_ids":
-        if (num_tokens := len(generation.token_ids.ids)) >= model.max_model_len:
+    given = (generation.chat.rendered if kind == "chat" else generation.token_ids).ids
+    if kind == "chat" and given and not generation.received:
+        raise InvalidArgument("chat.rendered", "is for received answers")
+    if kind == "token_ids" or given:
+        if (num_tokens := len(given)) >= model.max_model_len:
             raise _too_long(kind, model, num_tokens)
-        prompt = list(generation.token_ids.ids)
-        check_token_ids(prompt, model, "token_ids.ids")
+        prompt = list(given)
+        check_token_ids(prompt, model, "token_ids.ids" if kind == "token_ids" else "chat.rendered.ids")
     elif kind == "text":
         check_size(generation.text, kind)
         prompt = await _encode_prompt(generation.text, model, kind, add_special_tokens=True)
@@ -153,14 +156,14 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
     check_size("".join(message.content for message in chat.messages), f"{field}.messages")
     messages = [
         {
-            **_json(message.more, dict, f"{field}.messages[{at}].more"),
+            **read_json(message.more, dict, f"{field}.messages[{at}].more"),
             "role": message.role,
             "content": message.content,
         }
         for at, message in enumerate(chat.messages)
     ]
-    tools = _json(chat.tools, list, f"{field}.tools")
-    arguments = _json(chat.template_arguments, dict, f"{field}.template_arguments")
+    tools = read_json(chat.tools, list, f"{field}.tools")
+    arguments = read_json(chat.template_arguments, dict, f"{field}.template_arguments")
     if tools and not model.chat_template.shows_tools:
         raise InvalidArgument(f"{field}.tools", "the model's chat template does not show it any tools")
     try:
@@ -169,8 +172,12 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
         raise InvalidArgument(f"{field}.messages", shortened(str(error))) from error
 
 
-def _json(text: str, kind: type[T], field: str) -> T:
-    """Return the JSON value of a text; an empty text gives an empty object or list."""
+def read_json(text: str, kind: type[T], field: str) -> T:
+    """Return the JSON value of a text; an empty text gives an empty object or list.
+
+    Raises:
+        InvalidArgument: the text is too long, or no JSON of that kind.
+    """
     check_at_most(MAX_CHAT_JSON_BYTES, len(text.encode()), field, "bytes")
     try:
         value = json.loads(text) if text else kind()

@@ -11,6 +11,7 @@ from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.sampling.model_defaults import GenerationConfig, sampling_defaults
+from quire.tokenization.answers.formats import AnswerFormat, find_answer_format
 from quire.tokenization.chat_template import ChatTemplate
 from quire.tokenization.tokenizer import MissingTokenizerError, Tokenizer, load_model_files
 
@@ -35,6 +36,8 @@ class ServedModel:
     """Contents of ``tokenizer_config.json``."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that apply where a request sets none."""
+    answer_format: AnswerFormat | None = None
+    """How the model writes reasoning and tool calls; None if its files do not show it."""
 
     @property
     def origin(self) -> str:
@@ -66,6 +69,7 @@ def load_served_model(
         defaults = sampling_defaults(files.folder) if generation_config == "auto" else {}
     except (ModelFileError, MissingTokenizerError) as error:
         raise BadFileError(f"cannot load the files of {source or info.model_path}: {error}") from error
+    template_source = None if chat_template is None else chat_template.source
     return ServedModel(
         name=name or info.model,
         max_model_len=info.max_model_len,
@@ -77,4 +81,5 @@ def load_served_model(
         chat_template=chat_template,
         tokenizer_config=files.config,
         sampling_defaults=defaults,
+        answer_format=find_answer_format(files.config, template_source, tokenizer.added_tokens),
     )

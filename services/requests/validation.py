@@ -27,6 +27,7 @@ from quire.sampling.params import (
     check_best_of,
 )
 from quire.services.requests.bad_words import bad_words
+from quire.services.requests.division import Division, divide
 from quire.services.requests.prompts import check_token_ids, read_prompt
 from quire.services.requests.received_answers import check_received
 from quire.services.requests.served_model import ServedModel
@@ -60,6 +61,8 @@ class ValidRequest:
     """Whether the model's length leaves fewer tokens than the client allows an answer to have."""
     received: Sequence[pb.ReceivedAnswer] = ()
     """What the client has received of the answers in an earlier stream; each index at most once."""
+    division: Division | None = None
+    """How to divide the answers; None: the client wants only their text."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -87,13 +90,22 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     num_answers = values.get("n", 1)
     _check_answers(values, response, num_answers)
     _check_stop_strings(response.stop_strings)
-    _check_format(output_format, ignores_eos=generation.stopping.ignore_eos)
+    if output_format is not None:
+        _check_format(output_format, f"format.{output_format.kind}", generation)
     _check_for_model(values, generation, model)
     values["bad_words"] = await bad_words(generation.sampling, model.tokenizer, model.vocab_size)
     check_token_ids(generation.stopping.stop_token_ids, model, "stopping.stop_token_ids")
     prompt = await read_prompt(generation, model)
     num_left = model.max_model_len - len(prompt)
     values["max_tokens"] = min(values.get("max_tokens", num_left), num_left)
+    division = None
+    if generation.response.parse:
+        division = divide(generation, prompt, model, response.stop_strings)
+        output_format = division.format
+        if output_format is not None:
+            _check_format(output_format, division.format_field, generation)
+    elif generation.chat.HasField("tool_choice"):
+        raise InvalidArgument("chat.tool_choice", "needs response.parse, which finds the calls in the answer")
     num_best = num_answers if (response.best_of or 1) > num_answers else None
     values["n"] = response.best_of or num_answers
     if "seed" not in values:
@@ -117,6 +129,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         cache_salt=generation.cache_salt,
         is_clamped=generation.stopping.max_tokens > num_left,
         received=generation.received,
+        division=division,
     )
 
 
@@ -204,18 +217,16 @@ def _check_stop_strings(stop_strings: Sequence[str]) -> None:
             )
 
 
-def _check_format(output_format: OutputFormat | None, *, ignores_eos: bool) -> None:
+def _check_format(output_format: OutputFormat, field: str, generation: pb.Generation) -> None:
     """Check the size of a format and what contradicts it; only the workers have the compiler for the rest."""
-    if output_format is None:
-        return
     num_bytes = len(output_format.text.encode())
     if not 1 <= num_bytes <= MAX_FORMAT_BYTES:
         raise InvalidArgument(
-            f"format.{output_format.kind}",
+            field,
             f"must hold from 1 to {MAX_FORMAT_BYTES} bytes; got {num_bytes}",
             metadata={"limit": str(MAX_FORMAT_BYTES)},
         )
-    if ignores_eos:
+    if generation.stopping.ignore_eos:
         raise InvalidArgument(
             "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"
         )

@@ -104,6 +104,7 @@ class FakeWorker(StreamingWorker):
         self._num_received = num_received
         self.worker_id, self.role, self.script, self.model_path = worker_id, role, script, model_path
         self.epoch = "1"
+        self.max_model_len = 64
         self.secret = b""
         self.cache_descriptor = b"tiny"
         self.layout = kvtransfer_pb2.KvLayout(block_size=4, num_layers=1, dtype="float32")
@@ -139,7 +140,7 @@ class FakeWorker(StreamingWorker):
             epoch=self.epoch,
             model="tiny",
             model_path=str(self.model_path),
-            max_model_len=64,
+            max_model_len=self.max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[1],
             layout=self.layout,

@@ -133,10 +133,12 @@ def test_text_becomes_certain_no_later_with_several_ids(
     tokenizer: Tokenizer, text: str, cuts: list[int]
 ) -> None:
     [token_ids] = tokenizer.encode_batch([text], add_special_tokens=False)
-    in_turn, at_once = IncrementalDecoder(tokenizer), IncrementalDecoder(tokenizer)
+    in_turn, at_once, each = (IncrementalDecoder(tokenizer) for _ in range(3))
     places = sorted({0, len(token_ids), *(min(cut, len(token_ids)) for cut in cuts)})
     for start, end in pairwise(places):
-        assert at_once.feed(token_ids[start:end]) == "".join(map(in_turn.step, token_ids[start:end]))
+        texts = list(map(in_turn.step, token_ids[start:end]))
+        assert at_once.feed(token_ids[start:end]) == "".join(texts)
+        assert each.feed_each(token_ids[start:end]) == texts
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -86,14 +86,14 @@ def call_grammar(
 
 def grammar_after_reasoning(
     answer_format: AnswerFormat, kind: str, text: str, token_ids: Mapping[str, int], *, in_reasoning: bool
-) -> str | None:
+) -> str:
     """Return the grammar of an answer that may reason first, and then has the format that the client chose.
 
     Args:
         kind: kind of that format, as in ``OutputFormat``.
 
-    Returns:
-        None if a format of this kind cannot be part of another grammar.
+    Raises:
+        ValueError: the format is a JSON schema, but its text is not JSON.
     """
     lark = Lark(answer_format.tokens, token_ids)
     before = _reasoning(lark, answer_format, in_reasoning=in_reasoning, may_be_cut=False)
@@ -101,7 +101,8 @@ def grammar_after_reasoning(
         return lark.grammar(f"{before} {json_value(json.loads(text), is_lenient=False)}")
     if kind == "regex":
         return lark.grammar(f"{before} {regex(text)}")
-    return None
+    # A grammar within a grammar has names of its own.
+    return lark.grammar(before + " " + lark.add("chosen", f"%lark {{\n{text}\n}}"))
 
 
 def _reasoning(lark: Lark, answer_format: AnswerFormat, *, in_reasoning: bool, may_be_cut: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 
@@ -95,14 +95,22 @@ class AnswerParser:
 
         ``is_special`` hides a special token, if it is no delimiter of the format.
         """
+        return self.feed_all([(token_text, is_special)])
+
+    def feed_all(self, tokens: Iterable[tuple[str, bool]]) -> list[Piece]:
+        """Return the pieces that several tokens complete, each with its text and whether it is special.
+
+        A stop string does not say which of the tokens ends it.
+        """
         if self.stop is not None:
             return []
-        if token_text.endswith(self._tokens):
-            token = next(each for each in self._tokens if token_text.endswith(each))
-            token_text = f"{token_text.removesuffix(token)}{TOKEN_MARK}{token}"
-        elif is_special:
-            token_text = ""
-        self._writer.add_token(token_text)
+        for token_text, is_special in tokens:
+            if token_text.endswith(self._tokens):
+                token = next(each for each in self._tokens if token_text.endswith(each))
+                token_text = f"{token_text.removesuffix(token)}{TOKEN_MARK}{token}"
+            elif is_special:
+                token_text = ""
+            self._writer.add_token(token_text)
         next(self._steps, None)
         return self._writer.take()
 

@@ -137,6 +137,7 @@ class GenerationRun:
                         response.prompt_token_ids.extend(request.prompt_token_ids)
                 num_finished += bool(response.finish_reason)
                 if is_last := num_finished == (request.num_best or len(self._answers)):
+                    self.usage.reasoning_tokens = sum(each.num_reasoning_tokens for each in self._answers)
                     response.usage.CopyFrom(self.usage)
                     for answer in self._answers:
                         self._cluster.planner.record_answer(len(answer.token_ids))
@@ -249,7 +250,10 @@ class GenerationRun:
             error = to_service_error(failure, request_id, num_emitted, group.num_failures)
             if isinstance(error, InvalidArgument):
                 # Workers always get token ids: name the field in which the client sent the prompt.
-                error = error.renamed({"token_ids": self._request.prompt_field})
+                names = {"token_ids": self._request.prompt_field}
+                if self._request.division is not None:
+                    names["format.grammar"] = self._request.division.format_field
+                error = error.renamed(names)
             raise error from failure
         self._choice.record_failure(failure.worker)
         group.attempt += 1

@@ -20,7 +20,11 @@ from quire.services.server.tracing import Span
 OK = grpc.StatusCode.OK.name
 
 _log = get_logger("router")
-_FINISH_NAMES = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH_NAMES = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 @dataclass(slots=True)

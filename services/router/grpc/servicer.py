@@ -28,6 +28,7 @@ from quire.services.router.outputs.answer_size import (
     check_answer_size,
     check_message_size,
 )
+from quire.services.router.outputs.pieces import joined
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import CALLER, Authenticator, Headers, Tenant
 from quire.services.router.workers.queue import shown
@@ -293,6 +294,8 @@ def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:
         text="".join(response.text for response in responses),
         finish_reason=last.finish_reason,
         score=last.score if last.HasField("score") else None,
+        pieces=joined(piece for response in responses for piece in response.pieces),
+        stop_string=last.stop_string,
     )
     # Extend once per message: one large operation would hold the GIL and block the event loop.
     for response in responses:

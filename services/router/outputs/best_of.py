@@ -9,6 +9,7 @@ from contextlib import aclosing
 
 from quire.protos import inference_pb2 as pb
 from quire.services.router.outputs.output import OutputAssembler
+from quire.services.router.outputs.pieces import joined
 
 
 async def best_of(
@@ -39,4 +40,7 @@ def _joined(pieces: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateStreamRes
         whole.MergeFrom(piece)
     # MergeFrom joins lists, but keeps only the last value of other fields: the text has to be joined here.
     whole.text = "".join(piece.text for piece in pieces)
+    divided = joined(whole.pieces)
+    del whole.pieces[:]
+    whole.pieces.extend(divided)
     return whole

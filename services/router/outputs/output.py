@@ -6,6 +6,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import SamplingParams
 from quire.services.requests.validation import ValidRequest
+from quire.services.router.outputs.dividing_decoder import DividingDecoder
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.tokenization.stopping_decoder import StoppingDecoder
 from quire.tokenization.tokenizer import Tokenizer
@@ -22,7 +23,10 @@ class OutputAssembler:
         self.finish_reason = pb.FINISH_REASON_UNSPECIFIED
         self._stopping: SamplingParams = request.params
         self._wants_logprobs = request.response.logprobs is not None
-        self._decoder = StoppingDecoder(
+        self._divider: DividingDecoder | None = None
+        if request.division is not None:
+            self._divider = DividingDecoder(tokenizer, request, request.division.new_parser(), index)
+        self._decoder = self._divider or StoppingDecoder(
             tokenizer,
             request.response.stop_strings,
             min_tokens=request.params.min_tokens,
@@ -41,10 +45,13 @@ class OutputAssembler:
             InvalidArgument: the tokens contain a stop string, so the answer has ended.
         """
         self.token_ids = list(received.token_ids)
+        shown, _ = self._decoder.feed(self.token_ids)
+        if self._divider is not None:
+            # The client has these pieces: they depend on the tokens alone.
+            self._divider.take_pieces()
         if received.is_finished:
             self.finish_reason = pb.FINISH_REASON_STOP
             return
-        shown, _ = self._decoder.feed(self.token_ids)
         if shown.is_stopped:
             raise InvalidArgument("received", f"answer {self.index} ends with a stop string: it has finished")
         self._unsent = shown.text[received.num_characters :]
@@ -53,17 +60,22 @@ class OutputAssembler:
     def respond(self, part: AnswerPart) -> pb.GenerateStreamResponse:
         """Return the client's message for a part of the answer, without anything after a stop string."""
         shown, num_tokens = self._decoder.feed(part.token_ids)
-        text, is_stopped = shown.text, shown.is_stopped
-        if part.finish_reason and not is_stopped:
+        text, stop = shown.text, shown.stop
+        if part.finish_reason and stop is None:
             rest = self._decoder.flush()
-            text, is_stopped = text + rest.text, rest.is_stopped
+            text, stop = text + rest.text, rest.stop
         text = self._without_sent(text)
         token_ids, logprobs = part.token_ids[:num_tokens], part.logprobs[:num_tokens]
         self.token_ids += token_ids
         # Add them one by one: the sum must not depend on how many tokens arrive at once.
         for each in logprobs:
             self.cumulative_logprob += each.logprob
-        self.finish_reason = pb.FINISH_REASON_STOP if is_stopped else part.finish_reason
+        self.finish_reason = part.finish_reason if stop is None else pb.FINISH_REASON_STOP
+        pieces = None
+        if self._divider is not None:
+            pieces = self._divider.take_pieces()
+            if self._divider.has_calls and self.finish_reason == pb.FINISH_REASON_STOP:
+                self.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         return pb.GenerateStreamResponse(
             index=self.index,
             text=text,
@@ -71,7 +83,14 @@ class OutputAssembler:
             logprobs=logprobs if self._wants_logprobs else None,
             finish_reason=self.finish_reason,
             score=part.score,
+            pieces=pieces,
+            stop_string=stop or "",
         )
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of the answer's tokens of reasoning; 0 if it is not divided."""
+        return self._divider.num_reasoning_tokens if self._divider is not None else 0
 
     def _without_sent(self, text: str) -> str:
         """Return new text for the client; how much is withheld depends on how the tokens were batched."""

@@ -28,6 +28,7 @@ def answers(scores: list[float]) -> list[OutputAssembler]:
 
 def piece(index: int, text: str) -> pb.GenerateStreamResponse:
     return pb.GenerateStreamResponse(
+        pieces=[pb.Piece(content=text, num_tokens=len(text))],
         index=index,
         text=text,
         token_ids=[ord(each) for each in text],
@@ -56,6 +57,7 @@ async def test_the_best_are_first_and_complete(
     for index, whole in zip(ranking, found, strict=True):
         text = "".join(each for at, each in pieces if at == index)
         assert (whole.text, whole.score) == (text, scores[index])
+        assert [(each.content, each.num_tokens) for each in whole.pieces] == [(text, len(text))][: len(text)]
         assert list(whole.token_ids) == [ord(each) for each in text]
         assert [each.logprob for each in whole.logprobs] == [-ord(each) for each in text]
         assert whole.finish_reason == pb.FINISH_REASON_LENGTH

@@ -177,6 +177,7 @@ FIELDS: Mapping[str, Field] = _fields_of_floats() | {
     "ResponseOptions.keep_stop_string": field(0.2, _true),
     "ResponseOptions.prompt_logprobs": field(0.1, _integers(0, 5), *_LIMITS_OF_INTEGERS, 20),
     "ResponseOptions.prompt_token_ids": field(0.1, _true),
+    "ResponseOptions.parse": field(0.2, _true),
 }
 PARTS: Mapping[str, float] = {
     "Generation.sampling": 0.9,

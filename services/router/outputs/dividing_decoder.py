@@ -1,0 +1,78 @@
+"""Turns generated tokens into text and into the parts of an answer: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from quire.protos import inference_pb2 as pb
+from quire.services.requests.validation import ValidRequest
+from quire.services.router.outputs.pieces import joined
+from quire.tokenization.answers.parser import AnswerParser
+from quire.tokenization.answers.pieces import Kind, Piece
+from quire.tokenization.stop_strings import Fed
+from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class DividingDecoder:
+    """Turns the tokens of one answer into their whole text, with special tokens and a stop string at its end.
+
+    Text and pieces depend on the tokens alone, not on how many arrive at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: ValidRequest, parser: AnswerParser, index: int) -> None:
+        self.num_reasoning_tokens = 0
+        self.has_calls = False
+        self._tokenizer = tokenizer
+        self._request = request
+        self._index = index
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+        self._parser = parser
+        self._pieces: list[Piece] = []
+
+    def feed(self, token_ids: Sequence[int]) -> tuple[Fed, int]:
+        """Take the next tokens, up to the one that completes a stop string, as ``StoppingDecoder`` does."""
+        texts, parser = self._decoder.feed_each(token_ids), self._parser
+        tokens = list(zip(texts, map(self._tokenizer.is_special, token_ids), strict=True))
+        if not self._request.response.stop_strings:
+            self._pieces += parser.feed_all(tokens)
+            return Fed("".join(texts)), len(token_ids)
+        for num_taken, (text, is_special) in enumerate(tokens, start=1):
+            self._pieces += parser.feed(text, is_special=is_special)
+            if parser.stop is not None:
+                if self._request.response.keep_stop_string:
+                    self._pieces.append(Piece(Kind.CONTENT, parser.stop))
+                return Fed("".join(texts[:num_taken]), parser.stop), num_taken
+        return Fed("".join(texts)), len(token_ids)
+
+    def flush(self) -> Fed:
+        """Return the text of an incomplete character, at the end of the tokens."""
+        text = self._decoder.flush()
+        self._pieces += self._parser.finish()
+        if self._pieces and self._pieces[-1].kind is not Kind.CALL:
+            self._pieces.append(Piece(self._pieces[-1].kind, text))
+        return Fed(text, self._parser.stop)
+
+    def take_pieces(self) -> list[pb.Piece]:
+        """Return the pieces of the tokens since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return joined(map(self._message, pieces))
+
+    def _message(self, piece: Piece) -> pb.Piece:
+        if piece.kind is Kind.REASONING:
+            self.num_reasoning_tokens += piece.num_tokens
+            return pb.Piece(reasoning=piece.text, num_tokens=piece.num_tokens)
+        if piece.kind is Kind.CONTENT:
+            return pb.Piece(content=piece.text, num_tokens=piece.num_tokens)
+        call = pb.ToolCall(index=piece.call_index, name=piece.name, arguments=piece.text)
+        if piece.name:
+            self.has_calls = True
+            call.id = piece.call_id or self._call_id(piece.call_index)
+        return pb.Piece(tool_call=call, num_tokens=piece.num_tokens)
+
+    def _call_id(self, call_index: int) -> str:
+        """Return the id of a call: the same on another router that continues the answer."""
+        seed, prompt = self._request.params.seed, self._request.prompt_token_ids
+        numbers = array("Q", (seed, self._index, call_index, *prompt))
+        return f"call_{blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"

@@ -1,0 +1,28 @@
+"""A chat template in the format of Qwen 3: reasoning in ``<think>``, calls as JSON in ``<tool_call>``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+TEMPLATE = """{%- if tools -%}{{ tools | tojson }}<tool_call>
+{"name": ..., "arguments": ...}
+</tool_call>{%- endif -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.reasoning_content or '' }}{{ message.content }}
+{%- for call in message.tool_calls or [] -%}{{ call.id }}{{ call.function.arguments | tojson }}{%- endfor -%}
+{%- endfor -%}
+<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\\n\\n</think>\\n\\n' }}
+{%- elif thinks -%}{{ '<think>\\n' }}{%- endif -%}"""
+
+
+def copy_with_thinking(model: Path, folder: Path) -> Path:
+    """Copy a model, let it have this template, and return its folder."""
+    shutil.copytree(model, folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return folder
