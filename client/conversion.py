@@ -15,13 +15,17 @@ from quire.client.types import (
     Candidate,
     Choice,
     Completion,
+    Content,
     Delta,
     FinishReason,
     GenerationOptions,
     Message,
     ModelInfo,
+    Piece,
     Prompt,
+    Reasoning,
     TokenLogprobs,
+    ToolCall,
     Usage,
 )
 from quire.protos import inference_pb2 as pb
@@ -34,9 +38,17 @@ _MESSAGES: Mapping[str, type[ProtoMessage]] = {
     "stopping": pb.StoppingParams,
     "format": pb.ResponseFormat,
     "response": pb.ResponseOptions,
+    "chat": pb.Chat,
+    "chat.tool_choice": pb.ToolChoice,
 }
 """Messages in a generation, by their paths, that have the options of a call as fields."""
-_OTHER_NAMES = {"width": "beam_width", "stop_strings": "stop"}
+_OTHER_NAMES = {
+    "width": "beam_width",
+    "stop_strings": "stop",
+    "mode": "tool_choice",
+    "names": "allowed_tools",
+    "is_single": "single_call",
+}
 """Options whose names are not those of their fields."""
 
 
@@ -55,7 +67,10 @@ _FORMATS = ("json_schema", "regex", "grammar")
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_TOOL_MODES = {"auto": pb.TOOL_MODE_UNSPECIFIED, "required": pb.TOOL_MODE_REQUIRED}
+_JSON_FIELDS = ("json_schema", "tools", "template_arguments")
 
 
 def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
@@ -75,6 +90,8 @@ def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
             raise TypeError(f"unknown option {name!r}; known are {', '.join(sorted(_FIELDS))}")
         if value is not None:
             group, field = _FIELDS[name]
+            if group.startswith("chat") and not generation.HasField("chat"):
+                raise invalid_request(name, "is for a conversation")
             owner = attrgetter(group)(generation) if group else generation
             _set(owner, field, [value] if field == "stop_strings" and isinstance(value, str) else value, name)
     return generation
@@ -136,7 +153,20 @@ def _to_choice(choice: pb.Choice) -> Choice:
         finish_reason=reason,
         logprobs=_to_logprobs(choice.logprobs),
         score=choice.score if choice.HasField("score") else None,
+        pieces=tuple(map(_to_piece, choice.pieces)),
+        stop_string=choice.stop_string or None,
     )
+
+
+def _to_piece(piece: pb.Piece) -> Piece:
+    match piece.WhichOneof("piece"):
+        case "tool_call":
+            call = piece.tool_call
+            return ToolCall(call.id, call.name, call.arguments, call.index, piece.num_tokens)
+        case "reasoning":
+            return Reasoning(piece.reasoning, piece.num_tokens)
+        case _:
+            return Content(piece.content, piece.num_tokens)
 
 
 def to_delta(response: pb.GenerateStreamResponse) -> Delta:
@@ -152,6 +182,8 @@ def to_delta(response: pb.GenerateStreamResponse) -> Delta:
         index=response.index,
         score=response.score if response.HasField("score") else None,
         max_tokens=response.max_tokens if response.HasField("max_tokens") else None,
+        pieces=tuple(map(_to_piece, response.pieces)),
+        stop_string=response.stop_string or None,
     )
 
 
@@ -183,23 +215,38 @@ def _set_prompt(owner: pb.Generation | pb.TokenizeRequest, prompt: Prompt) -> No
 
 
 def _to_chat_message(message: Message) -> pb.ChatMessage:
-    if set(message) != {"role", "content"}:
-        raise invalid_request("prompt", f"a message has a role and a content, not {', '.join(message)}")
+    more: dict[str, Any] = dict(message)
     result = pb.ChatMessage()
-    _set(result, "role", message["role"], "prompt")
-    _set(result, "content", message["content"], "prompt")
+    for name in ("role", "content"):
+        if name not in more:
+            raise invalid_request("prompt", f"a message has a role and a content, not {', '.join(message)}")
+        _set(result, name, more.pop(name), "prompt")
+    if unknown := more.keys() - Message.__annotations__:
+        raise invalid_request("prompt", f"a message has no {', '.join(sorted(unknown))}")
+    if "tool_calls" in message:
+        more["tool_calls"] = list(map(_template_call, message["tool_calls"]))
+    if more:
+        result.more = json.dumps(more)
     return result
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call in the form for chat templates, with the arguments as an object."""
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _set(owner: Any, field: str, value: Any, name: str) -> None:
     """Set a scalar or repeated field; ``name`` is the option's name in error messages."""
     try:
-        if field == "json_schema" and isinstance(value, Mapping):
-            owner.json_schema = json.dumps(value)
+        if field in _JSON_FIELDS and not isinstance(value, str):
+            setattr(owner, field, json.dumps(value))
         elif isinstance(value, Mapping):
             getattr(owner, field).update(value)
         elif field == "early_stopping":
             owner.early_stopping = EARLY_STOPPING[value]
+        elif field == "mode":
+            owner.mode = _TOOL_MODES[value]
         elif field == "bad_word_token_ids":
             owner.bad_word_token_ids.extend(pb.TokenIds(ids=token_ids) for token_ids in value)
         elif isinstance(value, Iterable) and not isinstance(value, str):

@@ -88,7 +88,7 @@ class ResumableStream:
                 reason=CANNOT_CONTINUE,
             ) from cause
         if generation.WhichOneof("prompt") == "chat":
-            generation.token_ids.ids.extend(self._prompt_token_ids)
+            generation.chat.rendered.ids.extend(self._prompt_token_ids)
         generation.response.ClearField("prompt_logprobs")
         generation.response.ClearField("prompt_token_ids")
         generation.received.extend(self._answers.values())

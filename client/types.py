@@ -4,16 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from quire.sampling.params import EarlyStopping
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text in which the model thinks before it answers, or the next part of it."""
+
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of an answer, or the next part of it."""
+
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. A stream has the id and the name once, and then parts of the arguments."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object as text, or its next part."""
+    index: int = 0
+    num_tokens: int = 0
+
+
+Piece: TypeAlias = Reasoning | Content | ToolCall
 
 
 class Message(TypedDict):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """Calls of an earlier answer."""
+    reasoning_content: NotRequired[str]
+    """Reasoning of an earlier answer."""
+    tool_call_id: NotRequired[str]
+    """Id of the call that a message of the role ``tool`` answers."""
+    name: NotRequired[str]
 
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -87,6 +125,18 @@ class GenerationOptions(TypedDict, total=False):
     """Keep special tokens in the returned text."""
     keep_stop_string: bool | None
     """Keep the stop string that was found, at the end of the text."""
+    parse: bool | None
+    """Divide answers into reasoning, content and tool calls: see ``Choice.pieces``."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """In a conversation, the tools that the model may call, in OpenAI's form."""
+    tool_choice: Literal["auto", "required"] | None
+    """Whether the model decides, the default, or has to call a tool; needs ``parse``, like the next two."""
+    allowed_tools: Sequence[str] | None
+    """Names of the only tools that may be called."""
+    single_call: bool | None
+    """Let an answer have at most one call."""
+    template_arguments: Mapping[str, Any] | None
+    """In a conversation, further variables of the model's chat template."""
     model: str | None
     """Name of the served model; by default the only one."""
     request_id: str | None
@@ -95,7 +145,7 @@ class GenerationOptions(TypedDict, total=False):
     """Requests with different salts share no KV blocks; by default all requests of a tenant may."""
 
 
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +184,8 @@ class Usage:
     bytes_pulled: int = 0
     accepted_draft_tokens: int = 0
     """Generated tokens that were accepted draft tokens, so that they needed no separate step."""
+    reasoning_tokens: int = 0
+    """Generated tokens of reasoning; only with ``parse``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +200,25 @@ class Choice:
     """Logprobs of each token if asked for, otherwise empty."""
     score: float | None = None
     """Score in a beam search: the logprob divided by the length to the power of the length penalty."""
+    pieces: tuple[Piece, ...] = ()
+    """With ``parse``: the parts of the answer, in order."""
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did."""
+
+    @property
+    def reasoning(self) -> str:
+        """With ``parse``: the answer's reasoning."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Reasoning))
+
+    @property
+    def content(self) -> str:
+        """With ``parse``: the answer's text without reasoning and calls."""
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, Content))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """With ``parse``: the answer's calls of tools."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, ToolCall) and piece.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +278,10 @@ class Delta:
     """Score of an answer of a beam search."""
     max_tokens: int | None = None
     """Most tokens of each answer, if the model leaves room for fewer than asked; only on the first delta."""
+    pieces: tuple[Piece, ...] = ()
+    """With ``parse``: what the step adds to the parts of the answer, in order."""
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did; set only on its last delta."""
 
 
 @dataclass(frozen=True, slots=True)

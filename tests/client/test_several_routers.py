@@ -223,7 +223,7 @@ def test_a_conversation_continues_from_its_token_ids(pair: list[SeededRouter]) -
     begun = [each for router in pair for each in router.requests if not each.received]
     continued = [each for router in pair for each in router.requests if each.received]
     assert [each.WhichOneof("prompt") for each in begun] == ["chat"]
-    assert {tuple(each.token_ids.ids) for each in continued} == {(5, 6)}
+    assert {tuple(each.chat.rendered.ids) for each in continued} == {(5, 6)}
     assert not any(each.response.HasField("prompt_logprobs") for each in continued)
 
 
