@@ -16,6 +16,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Number of the answers' tokens that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts of all prompts and answers together."""
 
@@ -23,6 +29,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 # An answer with 20 logprobs for each of 4,000 tokens has 80,000 of these, so they are plain dictionaries.
@@ -93,21 +100,29 @@ class ChatLogprobs(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """A call of a function."""
+    """A call of a function, or what an event of a stream adds to it."""
 
-    name: str
+    name: str | None = None
     arguments: str
     """The arguments, a JSON object as text."""
 
 
+class CustomCall(BaseModel):
+    """A call of a custom tool, or what an event of a stream adds to it."""
+
+    name: str | None = None
+    input: str
+
+
 class ToolCall(BaseModel):
-    """A call of a tool; a stream sends it in one event, with its index among the calls."""
+    """A call of a tool; in a stream, only the first event of the call has its id, type and name."""
 
     index: int | None = None
     """Index among the calls of the answer; set only in a stream."""
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
+    id: str | None = None
+    type: Literal["function", "custom"] | None = None
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
 
 
 class AnswerMessage(BaseModel):
@@ -115,6 +130,8 @@ class AnswerMessage(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    """Text in which the model thinks before it answers."""
     tool_calls: list[ToolCall] | None = None
 
 

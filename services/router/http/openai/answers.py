@@ -69,7 +69,12 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
         return self._whole(answers, count.final(is_read_only=self.is_read_only))
 
     def options(
-        self, *, logprobs: int | None, prompt_logprobs: int | None, prompt_token_ids: bool
+        self,
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        prompt_token_ids: bool,
+        parse: bool = False,
     ) -> pb.ResponseOptions:
         """Return what the answers shall contain."""
         return pb.ResponseOptions(
@@ -78,6 +83,7 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
             prompt_token_ids=prompt_token_ids,
             keep_special_tokens=self.body.skip_special_tokens is False,
             keep_stop_string=bool(self.body.include_stop_str_in_output),
+            parse=parse,
         )
 
     @abstractmethod

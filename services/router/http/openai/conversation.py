@@ -23,14 +23,15 @@ def conversation(messages: Sequence[Message], use: ToolUse, template_arguments: 
     return pb.Chat(
         messages=[_message(message) for message in messages],
         tools=use.to_json(),
+        tool_choice=use.choice,
         template_arguments=json.dumps(template_arguments) if template_arguments else "",
     )
 
 
 def _message(message: Message) -> pb.ChatMessage:
-    more: dict[str, Any] = message.model_dump(
-        include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True
-    )
+    more: dict[str, Any] = message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        more["reasoning_content"] = reasoning
     if message.tool_calls:
         more["tool_calls"] = template_calls(message.tool_calls)
     return pb.ChatMessage(

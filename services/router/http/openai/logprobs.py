@@ -23,19 +23,11 @@ class TokenNames:
     """Names of tokens in logprobs: their text, or ``token_id:N``."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
-        self._tokenizer = tokenizer
+        self.text = tokenizer.text_of
         self._as_ids = as_ids
-        # The same tokens are candidates many times; decoding them each time would be most of the work.
-        self._texts: dict[int, str] = {}
 
     def __getitem__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
-
-    def text(self, token_id: int) -> str:
-        """Return the text of a single token; a part of a character becomes U+FFFD."""
-        if token_id not in self._texts:
-            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return self._texts[token_id]
 
     def bytes(self, token_id: int) -> list[int] | None:
         """Return the UTF-8 bytes of a token; None if it is only a part of a character."""

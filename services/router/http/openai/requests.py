@@ -61,14 +61,22 @@ class CalledFunction(Body):
     arguments: str = Field(description="A JSON object, as text.")
 
 
+class CustomInput(Body):
+    """The custom tool that an earlier answer called, with its input."""
+
+    name: str
+    input: str
+
+
 class CalledTool(Body):
     """A tool call of an earlier answer."""
 
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    type: Literal["function"] | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CustomInput | None = None
 
 
 class Message(Body):
@@ -82,6 +90,7 @@ class Message(Body):
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same as reasoning_content.")
 
     @property
     def text(self) -> str:
@@ -91,33 +100,93 @@ class Message(Body):
         return self.content or ""
 
 
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
 class Function(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema.")
-    strict: bool | None = None
+    strict: bool | None = Field(None, description="Whether every call follows the schema.")
 
 
-class Tool(Body):
-    """A tool that the model may call; all tools are functions."""
+class FunctionTool(Body):
+    """A tool that is a function."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Body):
-    """The name of a function."""
+class CustomGrammar(Body):
+    """The form of a custom tool's input."""
+
+    syntax: Literal["regex"]
+    definition: str
+
+
+class CustomFormat(Body):
+    """Any text, or one that a grammar accepts."""
+
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class Custom(Body):
+    """A tool whose input is a text."""
+
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is a text instead of a JSON object."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+
+Tool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+Tools = Annotated[list[Tool], Field(max_length=128)]
+
+
+class ChosenName(Body):
+    """The name of a tool."""
 
     name: str
 
 
 class NamedTool(Body):
-    """The tool that the model has to call."""
+    """One of the tools, which the model has to call, or may call."""
 
-    type: Literal["function"]
-    function: FunctionName
+    type: Literal["function", "custom"]
+    function: ChosenName | None = None
+    custom: ChosenName | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        chosen = self.function or self.custom
+        return chosen.name if chosen else ""
+
+
+class Allowed(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    """The only tools that the model may call, although all are described to it."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -127,14 +196,18 @@ class ChatCompletionRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="False returns only the first call.")
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False lets an answer have only one call.")
     modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="A variable of the chat template."
+    )
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
-    reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
+    reasoning_effort: str | None = Field(
+        None, description="A variable of the chat template; none also sets enable_thinking to false."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
 
 
@@ -144,7 +217,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = Field(None, description="Of a text; by default true.")
     add_generation_prompt: Literal[True] | None = None

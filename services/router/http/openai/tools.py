@@ -1,24 +1,21 @@
-"""Handles tool calls: describes the tools to the model, and reads its calls from its text."""
+"""Translates OpenAI's tools, the choice among them, and earlier calls to ``quire.v1``."""
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
-from quire.rpc.errors import InvalidArgument, quoted
-from quire.services.router.http.openai.answer_bodies import FunctionCall, ToolCall
-from quire.services.router.http.openai.requests import CalledTool, ChatCompletionRequest, NamedTool, Tool
-from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.stop_strings import StopMatcher
-
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
-"""Marks around a call, which is a JSON object, in the chat templates of Hermes, Qwen and others."""
-
-_WRITTEN_CALL = re.compile(f"{CALL_BEGIN}(.*?){CALL_END}", re.DOTALL)
+from quire.rpc.errors import InvalidArgument
+from quire.services.router.http.openai.requests import (
+    AllowedTools,
+    CalledTool,
+    ChatCompletionRequest,
+    CustomTool,
+    NamedTool,
+    Tool,
+)
 
 
 class ToolUse(NamedTuple):
@@ -26,107 +23,58 @@ class ToolUse(NamedTuple):
 
     tools: Sequence[Tool] = ()
     """Tools that are described to the model."""
-    must_call: bool = False
-    """Whether the answer has to be a call."""
-    function: str | None = None
-    """Name of the only function that the model may call; None: any function."""
-    is_parallel: bool = True
-    """Whether an answer may have several calls."""
+    choice: pb.ToolChoice | None = None
 
     @classmethod
     def of(cls, body: ChatCompletionRequest) -> ToolUse:
-        """Return the tool use that a request's fields describe.
-
-        Raises:
-            InvalidArgument: ``tool_choice`` demands a call, but there are no tools, or not the one it names.
-        """
+        """Return the tool use that a request's fields describe."""
         tools, choice = body.tools or (), body.tool_choice
-        if not tools and choice not in (None, "none", "auto"):
-            raise InvalidArgument("tool_choice", "needs tools to choose from")
-        if choice == "none":
+        if choice == "none" or (choice in (None, "auto") and not tools):
             return cls()
-        if isinstance(choice, NamedTool):
-            name = choice.function.name
-            if name not in {tool.function.name for tool in tools}:
-                raise InvalidArgument("tool_choice", f"names no tool of the request: {quoted(name)}")
-            return cls(tools, True, name)
-        return cls(tools, choice == "required", is_parallel=body.parallel_tool_calls is not False)
+        wanted = pb.ToolChoice(is_single=body.parallel_tool_calls is False or isinstance(choice, NamedTool))
+        mode: object = choice
+        if isinstance(choice, AllowedTools):
+            mode = choice.allowed_tools.mode
+            wanted.names.extend(tool.name for tool in choice.allowed_tools.tools)
+        elif isinstance(choice, NamedTool):
+            wanted.names.append(choice.name)
+        if mode not in (None, "auto"):
+            wanted.mode = pb.TOOL_MODE_REQUIRED
+        return cls(tools, wanted)
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the tools whose input is a text."""
+        return frozenset(tool.custom.name for tool in self.tools if isinstance(tool, CustomTool))
 
     def to_json(self) -> str:
         """Return the JSON of the tools for the chat template; empty if there are no tools."""
-        return json.dumps([tool.model_dump(exclude_unset=True) for tool in self.tools]) if self.tools else ""
-
-    def answer_format(self) -> pb.ResponseFormat | None:
-        """Return the form of an answer that must be a call: the call's JSON and nothing else.
-
-        Return None if no call is required.
-        """
-        if not self.must_call:
-            return None
-        functions = [tool.function for tool in self.tools if self.function in (None, tool.function.name)]
-        definitions: dict[str, Any] = {}
-        calls = []
-        for function in functions:
-            parameters = dict(function.parameters or {"type": "object"})
-            # References in a schema are relative to its root, so the definitions have to move there.
-            definitions.update(parameters.pop("$defs", {}))
-            members = {"name": {"const": function.name}, "arguments": parameters}
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": members,
-                    "required": list(members),
-                    "additionalProperties": False,
-                }
-            )
-        schema = {"anyOf": calls, "$defs": definitions}
-        return pb.ResponseFormat(json_schema=json.dumps(schema))
+        return json.dumps([_described(tool) for tool in self.tools]) if self.tools else ""
 
 
-class Finished(NamedTuple):
-    """The end of an answer: the content that ``feed`` has not returned yet, and the calls."""
+def _described(tool: Tool) -> dict[str, Any]:
+    """Return a tool as a function, since chat templates know only functions."""
+    if not isinstance(tool, CustomTool):
+        return tool.model_dump(exclude_unset=True)
+    text = {"type": "string"}
+    if tool.custom.format is not None and tool.custom.format.grammar is not None:
+        text["pattern"] = f"^(?:{tool.custom.format.grammar.definition})$"
+    parameters = {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    function = tool.custom.model_dump(include={"name", "description"}, exclude_none=True)
+    return {"type": "function", "function": {**function, "parameters": parameters, "strict": True}}
 
-    content: str
-    calls: list[ToolCall]
 
-
-class CallReader:
-    """Separates an answer's content from its calls; the text may come in pieces of any size.
-
-    A required call is the whole answer. An optional call is recognised only if the model's chat template
-    contains the ``<tool_call>`` form; otherwise the text stays text. A call that is not valid JSON stays text
-    too.
-    """
-
-    def __init__(self, use: ToolUse, template: ChatTemplate | None) -> None:
-        self._must_call = use.must_call
-        self._is_parallel = use.is_parallel
-        is_known = bool(use.tools) and template is not None and CALL_BEGIN in template.source
-        self._matcher = StopMatcher((CALL_BEGIN,) if is_known else ())
-        self._text = ""
-        self._holds = use.must_call
-
-    def feed(self, text: str) -> str:
-        """Add the next piece of the answer; return the new content that is certainly not part of a call."""
-        self._text += text
-        if self._holds:
-            return ""
-        fed = self._matcher.feed(text)
-        self._holds = fed.is_stopped
-        return fed.text
-
-    def finish(self) -> Finished:
-        """Return the rest of the content and the calls, at the end of the answer."""
-        if not self._holds:
-            return Finished(self._matcher.flush(), [])
-        rest = self._text if self._must_call else self._text[self._text.index(CALL_BEGIN) :]
-        written = [self._text] if self._must_call else _WRITTEN_CALL.findall(rest)
-        calls = [_call(text) for text in written]
-        if not calls or None in calls:
-            return Finished(rest, [])
-        content = "" if self._must_call else _WRITTEN_CALL.sub("", rest).strip()
-        most = None if self._is_parallel else 1
-        return Finished(content, [call for call in calls if call is not None][:most])
+def input_of(arguments: str) -> str:
+    """Return the input of a custom tool from the arguments of its function; of a part of them, the part."""
+    try:
+        return str(json.loads(arguments)["input"])
+    except (ValueError, TypeError, KeyError):
+        return arguments
 
 
 def template_calls(calls: Sequence[CalledTool]) -> list[dict[str, Any]]:
@@ -135,14 +83,15 @@ def template_calls(calls: Sequence[CalledTool]) -> list[dict[str, Any]]:
     Raises:
         InvalidArgument: the arguments of a call are not a JSON object.
     """
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-        }
-        for call in calls
-    ]
+    return [{"id": call.id, "type": "function", "function": _called(call)} for call in calls]
+
+
+def _called(call: CalledTool) -> dict[str, Any]:
+    if call.custom is not None:
+        return {"name": call.custom.name, "arguments": {"input": call.custom.input}}
+    if call.function is None:
+        raise InvalidArgument("messages", "a tool call must have a function, or be custom")
+    return {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -153,13 +102,3 @@ def _arguments(text: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidArgument("messages", "the arguments of a tool call must be a JSON object, as text")
     return arguments
-
-
-def _call(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    function = FunctionCall(name=str(name), arguments=json.dumps(arguments, ensure_ascii=False))
-    return ToolCall(id=f"call_{secrets.token_hex(12)}", type="function", function=function)

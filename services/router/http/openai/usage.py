@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.http.openai.answer_bodies import PromptTokensDetails, Usage
+from quire.services.router.http.openai.answer_bodies import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 
 
 class UsageCount:
@@ -19,6 +23,7 @@ class UsageCount:
         self._prompt_tokens += response.prompt_tokens
         self._seen_tokens += len(response.token_ids)
         self._final.completion_tokens += response.usage.completion_tokens
+        self._final.reasoning_tokens += response.usage.reasoning_tokens
         self._final.cached_prompt_tokens += response.usage.cached_prompt_tokens
 
     def so_far(self) -> Usage:
@@ -34,6 +39,8 @@ class UsageCount:
         completion_tokens = 0 if is_read_only else self._final.completion_tokens
         usage = _usage(self._prompt_tokens, completion_tokens)
         usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._final.cached_prompt_tokens)
+        reasoning_tokens = self._final.reasoning_tokens
+        usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
         return usage
 
 

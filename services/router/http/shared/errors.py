@@ -44,6 +44,8 @@ _FIELDS: Mapping[str, str] = {
     "token_ids.ids": "prompt",
     "chat": "messages",
     "chat.tools": "tools",
+    "chat.tool_choice": "tool_choice",
+    "chat.tool_choice.names": "tool_choice",
     "chat.template_arguments": "chat_template_kwargs",
     "stopping.stop_strings": "stop",
     "sampling.beam": "use_beam_search",
@@ -53,7 +55,7 @@ _FIELDS: Mapping[str, str] = {
     "format.regex": "structured_outputs.regex",
     "format.grammar": "structured_outputs.grammar",
 }
-_FIELD_OF_QUIRE = re.compile(r"\b(?:sampling|stopping|response|format)(?:\.[a-z_]+)+")
+_FIELD_OF_QUIRE = re.compile(r"\b(?:sampling|stopping|response|format|chat)(?:\.[a-z_]+)+")
 ANTHROPIC_PATH = "/v1/messages"
 """Path of Anthropic's API. quire does not serve it, and says so in a form that Anthropic's clients read."""
 # Reasons of requests that would fail again: both clients repeat a 500 unless they are told not to.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from openai import AsyncOpenAI
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import REQUEST_FAILED, FailedPrecondition, Internal
-from quire.tokenization.tokenizer import Tokenizer
 
 TEXT = "hello world, stop here"
 MESSAGES: Any = [
@@ -260,34 +258,3 @@ async def test_a_request_that_fails_by_itself_is_not_repeated(
         await client.with_options(max_retries=2).completions.create(model="tiny", prompt="say it")
     assert failed.value.code == "request_failed"
     assert sum(len(worker.calls) for worker in pair.workers.values() if worker.role == "decode") == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_optional_tool_call(
-    pair: Any, model_folder: Path, tokenizer: Tokenizer, tmp_path: Path, stream: bool
-) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "model")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    template = "{% if tools %}<tool_call>{% endif %}{{ messages[0].content }}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    written = 'so <tool_call>{"name": "f"}</tool_call>'
-    pair.script.answer[:] = [*await tokenizer.encode(written, add_special_tokens=False), 1]
-    await pair.start(http_port=0, model=str(folder))
-    tools: Any = [{"type": "function", "function": {"name": "f"}}]
-    options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": tools}
-    url = f"http://{pair.running.http.address}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        if stream:
-            chunks = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
-            deltas = [chunk.choices[0].delta for chunk in chunks]
-            content = "".join(delta.content or "" for delta in deltas)
-            (streamed,) = [call for delta in deltas for call in delta.tool_calls or []]
-            assert streamed.index == 0
-            function, reason = streamed.function, chunks[-1].choices[0].finish_reason
-        else:
-            (choice,) = (await client.chat.completions.create(**options)).choices
-            (call,) = choice.message.tool_calls or []
-            assert "index" not in call.model_dump()
-            content, function, reason = choice.message.content or "", call.function, choice.finish_reason
-    assert function is not None
-    assert (content.strip(), function.name, function.arguments, reason) == ("so", "f", "{}", "tool_calls")

@@ -1,85 +1,89 @@
-"""Tool calls in the text of an answer, whatever its pieces."""
+"""OpenAI's tools and choices among them, as quire.v1 describes them."""
 
 from __future__ import annotations
 
-import itertools
 import json
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.services.router.http.openai.requests import ChatCompletionRequest
-from quire.services.router.http.openai.tools import CallReader, Finished, ToolUse
-from quire.tokenization.chat_template import ChatTemplate
+from quire.services.router.http.openai.requests import CalledTool, ChatCompletionRequest
+from quire.services.router.http.openai.tools import ToolUse, input_of, template_calls
 
-HERMES = ChatTemplate("{{ tools }}<tool_call>{}</tool_call>", {})
-PLAIN = ChatTemplate("{{ tools }}", {})
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Århus"}}\n</tool_call>'
-
-
-def use(choice: object = "auto") -> ToolUse:
-    function = {"name": "weather", "parameters": {"type": "object"}}
-    body = {
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": choice,
-    }
-    return ToolUse.of(ChatCompletionRequest.model_validate(body))
+FUNCTION = {"type": "function", "function": {"name": "f", "strict": True}}
+CUSTOM = {"type": "custom", "custom": {"name": "c", "description": "runs"}}
+REQUIRED = pb.TOOL_MODE_REQUIRED
 
 
-def read(reader: CallReader, pieces: list[str]) -> tuple[str, Finished]:
-    shown = "".join(reader.feed(piece) for piece in pieces)
-    return shown, reader.finish()
+def use(choice: object = None, tools: object = (FUNCTION, CUSTOM), **more: object) -> ToolUse:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "tools": tools or None, **more}
+    return ToolUse.of(ChatCompletionRequest.model_validate_json(json.dumps({**body, "tool_choice": choice})))
 
 
-@given(st.lists(st.integers(0, 2 * len(CALL) + 8)))
-def test_calls_are_found_however_the_text_is_split(cuts: list[int]) -> None:
-    text = f"so <b> {CALL}\n{CALL}"
-    places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
-    shown, (rest, calls) = read(CallReader(use(), HERMES), pieces)
-    assert (shown, rest) == ("so <b> ", "")
-    assert len(calls) == 2
-    assert {call.function.name for call in calls} == {"weather"}
-    assert json.loads(calls[0].function.arguments) == {"city": "Århus"}
-    assert len({call.id for call in calls}) == 2
+def named(kind: str, name: str) -> dict[str, object]:
+    return {"type": kind, kind: {"name": name}}
 
 
-@pytest.mark.parametrize("text", ["a <tool", "<tool_call>{", "<tool_call>[]</tool_call>", "<tool_call>"])
-def test_text_without_a_call_is_unchanged(text: str) -> None:
-    shown, (rest, calls) = read(CallReader(use(), HERMES), list(text))
-    assert (shown + rest, calls) == (text, [])
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, pb.ToolChoice()),
+        ("auto", pb.ToolChoice()),
+        ("required", pb.ToolChoice(mode=REQUIRED)),
+        (named("function", "f"), pb.ToolChoice(mode=REQUIRED, names=["f"], is_single=True)),
+        (named("custom", "c"), pb.ToolChoice(mode=REQUIRED, names=["c"], is_single=True)),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("custom", "c")]}},
+            pb.ToolChoice(names=["c"]),
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [named("function", "f")]},
+            },
+            pb.ToolChoice(mode=REQUIRED, names=["f"]),
+        ),
+    ],
+)
+def test_each_choice_has_its_rules(choice: object, expected: pb.ToolChoice) -> None:
+    assert use(choice).choice == expected
+    assert use(choice, parallel_tool_calls=True).choice == expected
+    expected.is_single = True
+    assert use(choice, parallel_tool_calls=False).choice == expected
 
 
-def test_calls_in_another_form_remain_text() -> None:
-    shown, (rest, calls) = read(CallReader(use(), PLAIN), [CALL])
-    assert (shown + rest, calls) == (CALL, [])
+def test_without_tools_there_is_no_choice_but_a_wrong_one() -> None:
+    assert use("none") == use(None, tools=None) == use("auto", tools=None) == ToolUse()
+    assert use("required", tools=None).choice == pb.ToolChoice(mode=REQUIRED)
 
 
-def test_without_tools_nothing_is_looked_for() -> None:
-    assert use("none") == ToolUse()
-    shown, (rest, calls) = read(CallReader(use("none"), HERMES), [CALL])
-    assert (shown + rest, calls) == (CALL, [])
+def test_a_custom_tool_is_described_as_a_function_of_one_text() -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a|b"}}
+    limited = {"type": "custom", "custom": {"name": "c", "format": form}}
+    function, custom, pattern = json.loads(use(tools=[FUNCTION, CUSTOM, limited]).to_json())
+    assert pattern["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
+    assert function == FUNCTION
+    assert custom["function"]["description"] == "runs"
+    assert custom["function"]["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert use().custom_names == {"c"}
 
 
-def test_without_parallel_calls_there_is_one_call() -> None:
-    single = use()._replace(is_parallel=False)
-    _, (rest, calls) = read(CallReader(single, HERMES), [f"{CALL}\n{CALL}"])
-    assert (rest, len(calls)) == ("", 1)
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"input": "a\\n"}', "a\n"), ('{"input": "a', '{"input": "a'), ("[]", "[]")]
+)
+def test_the_input_of_a_custom_tool(arguments: str, text: str) -> None:
+    assert input_of(arguments) == text
 
 
-def test_a_demanded_call_is_the_whole_answer_or_text_when_it_was_cut_off() -> None:
-    whole = '{"name": "weather", "arguments": {}}'
-    shown, (rest, calls) = read(CallReader(use("required"), PLAIN), list(whole))
-    assert (shown, rest, [call.function.name for call in calls]) == ("", "", ["weather"])
-    shown, (rest, calls) = read(CallReader(use("required"), PLAIN), [whole[:-3]])
-    assert (shown, rest, calls) == ("", whole[:-3], [])
-
-
-def test_a_named_tool_must_be_one_of_them() -> None:
-    named = use({"type": "function", "function": {"name": "weather"}})
-    assert (named.must_call, named.function) == (True, "weather")
-    with pytest.raises(InvalidArgument, match="names no tool of the request: 'time'"):
-        use({"type": "function", "function": {"name": "time"}})
+def test_earlier_calls_keep_their_ids_and_have_objects_as_arguments() -> None:
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+        {"id": "2", "type": "custom", "custom": {"name": "c", "input": "x"}},
+    ]
+    first, second = template_calls([CalledTool.model_validate(each) for each in calls])
+    assert (first["id"], first["function"]["arguments"]) == ("1", {"a": 1})
+    assert (second["id"], second["function"]["arguments"]) == ("2", {"input": "x"})
+    with pytest.raises(InvalidArgument, match="must have a function"):
+        template_calls([CalledTool(id="3")])
