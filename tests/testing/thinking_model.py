@@ -18,9 +18,16 @@ TEMPLATE = """{%- if tools -%}{{ tools | tojson }}<tool_call>
 {%- elif thinks -%}{{ '<think>\\n' }}{%- endif -%}"""
 
 
-def copy_with_thinking(model: Path, folder: Path) -> Path:
-    """Copy a model, let it have this template, and return its folder."""
+def copy_with_thinking(model: Path, folder: Path, *, end_token: str | None = None) -> Path:
+    """Copy a model, let it have this template, and return its folder.
+
+    Args:
+        end_token: a token of the model that is ``</think>`` instead.
+    """
     shutil.copytree(model, folder)
+    if end_token is not None:
+        tokens = folder / "tokenizer.json"
+        tokens.write_text(tokens.read_text().replace(json.dumps(end_token), '"</think>"'))
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**config, "chat_template": TEMPLATE}))

@@ -57,6 +57,9 @@ class TextPart(Body):
 class CalledFunction(Body):
     """The function that an earlier answer called, with its arguments."""
 
+    # OpenAI's client adds members of its own to the calls that it has read.
+    model_config = ConfigDict(extra="ignore")
+
     name: str
     arguments: str = Field(description="A JSON object, as text.")
 

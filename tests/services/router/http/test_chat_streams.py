@@ -1,4 +1,4 @@
-"""The events of divided answers: their order, and that they add up to the whole answer, however it is served."""
+"""The events of divided answers: their order, and that they add up to the whole answer."""
 
 from __future__ import annotations
 
@@ -179,6 +179,19 @@ async def test_stop_strings_end_only_content(ask: Any) -> None:
     for keeps, content in ((False, "hello"), (True, "hello stop")):
         whole = as_folded(await asked(stop="stop", include_stop_str_in_output=keeps))
         assert (whole["reasoning_content"], whole["content"].strip()) == ("say stop", content)
+
+
+@pytest.mark.parametrize("ignores_eos", [False, True], ids=["in parts", "whole"])
+async def test_what_is_left_of_a_cut_call_is_not_content(ask: Any, pair: Any, ignores_eos: bool) -> None:
+    asked = await ask(f"so {CALL}")
+    seen = set()
+    for max_tokens in range(1, len(pair.script.answer)):
+        whole = as_folded(await asked(tools=TOOLS, max_tokens=max_tokens, ignore_eos=ignores_eos))
+        assert whole["finish_reason"] == "length"
+        seen.add(len(whole["calls"]))
+        if whole["calls"]:
+            assert whole["content"] == "so"
+    assert seen == {0, 1}
 
 
 async def test_one_call_is_returned_if_calls_are_not_parallel(ask: Any) -> None:
