@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 
 from quire.protos import inference_pb2 as pb
 from quire.sampling.params import ResponseOptions, SamplingParams
+from quire.services.requests.division import Division
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.outputs.output import OutputAssembler
+from quire.services.router.outputs.pieces import joined
 from quire.services.router.workers.answer_part import AnswerPart
+from quire.tokenization.answers.formats import HERMES, AnswerFormat, Delimiters
+from quire.tokenization.answers.parser import AnswerParser
 from quire.tokenization.tokenizer import Tokenizer
 
 EOS = 1
@@ -21,7 +26,12 @@ STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
 
 
-def assembler(tokenizer: Tokenizer, params: dict[str, Any] | None = None, **response: Any) -> OutputAssembler:
+def assembler(
+    tokenizer: Tokenizer,
+    params: dict[str, Any] | None = None,
+    division: Division | None = None,
+    **response: Any,
+) -> OutputAssembler:
     request = ValidRequest(
         request_id="r",
         prompt_field="text",
@@ -31,6 +41,7 @@ def assembler(tokenizer: Tokenizer, params: dict[str, Any] | None = None, **resp
         response=ResponseOptions(**response),
         format=None,
         cache_salt="",
+        division=division,
     )
     return OutputAssembler(request, tokenizer)
 
@@ -102,3 +113,79 @@ def test_the_tokens_say_whether_a_lost_answer_was_complete(
     answer = assembler(tokenizer, params)
     answer.respond(part(token_ids))
     assert answer.implied_finish_reason(frozenset({EOS})) == reason
+
+
+FORMAT = AnswerFormat(Delimiters("<think>\n", "\n</think>"), HERMES)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é🙂"}}\n</tool_call>'
+
+
+def division(*stop_strings: str, streams_arguments: bool = True) -> Division:
+    new_parser = partial(
+        AnswerParser,
+        FORMAT,
+        prompt_tail="<think>",
+        schemas={"f": {}},
+        stop_strings=stop_strings,
+        streams_arguments=streams_arguments,
+    )
+    return Division(new_parser, None, "")
+
+
+def parts_of(messages: list[pb.GenerateStreamResponse]) -> list[pb.Piece]:
+    return joined(piece for each in messages for piece in each.pieces)
+
+
+@given(
+    cuts=st.lists(st.integers(0, 120), max_size=6),
+    resumed_at=st.integers(1, 110),
+    streams_arguments=st.booleans(),
+)
+async def test_a_divided_answer_is_the_same_however_it_is_split_or_continued(
+    tokenizer: Tokenizer, cuts: list[int], resumed_at: int, streams_arguments: bool
+) -> None:
+    made = division(streams_arguments=streams_arguments)
+    token_ids = [*await tokenizer.encode(f"say\n</think>\n\nhello 🙂\n{CALL}", add_special_tokens=False), EOS]
+    [whole] = [assembler(tokenizer, division=made).respond(part(token_ids, STOP))]
+    assert whole.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+    assert whole.text == tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert sum(piece.num_tokens for piece in whole.pieces) == len(token_ids)
+    [call] = [piece.tool_call for piece in joined(whole.pieces) if piece.tool_call.name]
+    assert (call.name, call.arguments, len(call.id)) == ("f", '{"a": "é🙂"}', len("call_") + 24)
+
+    answer = assembler(tokenizer, division=made)
+    resumed_at = min(resumed_at, len(token_ids) - 1)
+    places = sorted({0, len(token_ids), resumed_at, *(min(cut, len(token_ids)) for cut in cuts)})
+    messages: list[pb.GenerateStreamResponse] = []
+    for start, end in pairwise(places):
+        if start == resumed_at:
+            # Another router goes on with what the client has received.
+            received = pb.ReceivedAnswer(token_ids=token_ids[:start])
+            received.num_characters = sum(len(each.text) for each in messages)
+            answer = assembler(tokenizer, division=made)
+            answer.resume(received)
+        is_last = end == len(token_ids)
+        messages.append(answer.respond(part(token_ids[start:end], STOP if is_last else UNFINISHED)))
+    assert "".join(each.text for each in messages) == whole.text
+    assert parts_of(messages) == parts_of([whole])
+    assert messages[-1].finish_reason == whole.finish_reason
+    num_reasoning = sum(piece.num_tokens for piece in whole.pieces if piece.HasField("reasoning"))
+    assert answer.num_reasoning_tokens == num_reasoning > 0
+
+
+async def test_a_stop_string_ends_only_content_and_is_named(tokenizer: Tokenizer) -> None:
+    token_ids = await tokenizer.encode("say stop\n</think>\n\nhello stop here", add_special_tokens=False)
+    answer = assembler(tokenizer, division=division("stop"), stop_strings=("stop",))
+    response = answer.respond(part(token_ids))
+    assert (response.finish_reason, response.stop_string) == (STOP, "stop")
+    assert response.text.endswith("hello stop")
+    texts = [(piece.reasoning, piece.content.strip()) for piece in parts_of([response])]
+    assert texts == [("say stop", ""), ("", "hello")]
+    assert sum(piece.num_tokens for piece in response.pieces) == len(response.token_ids) < len(token_ids)
+    undivided = assembler(tokenizer, stop_strings=("stop",)).respond(part(token_ids))
+    assert (undivided.text, undivided.stop_string) == ("say ", "stop")
+
+
+async def test_a_cut_call_is_no_call_that_ended(tokenizer: Tokenizer) -> None:
+    token_ids = await tokenizer.encode(f"</think>\n\n{CALL}", add_special_tokens=False)
+    response = assembler(tokenizer, division=division()).respond(part(token_ids[:-20], LENGTH))
+    assert response.finish_reason == LENGTH

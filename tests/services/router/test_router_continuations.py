@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,6 +11,9 @@ import pytest
 
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
+from quire.services.router.outputs.pieces import joined
+from quire.tokenization.tokenizer import Tokenizer
+from tests.testing.thinking_model import copy_with_thinking
 
 TEXT = "hello world, stop here"
 
@@ -38,7 +42,7 @@ def continued(
     return result
 
 
-def joined(messages: list[pb.GenerateStreamResponse]) -> tuple[str, list[int], list[int]]:
+def text_and_tokens(messages: list[pb.GenerateStreamResponse]) -> tuple[str, list[int], list[int]]:
     return (
         "".join(each.text for each in messages),
         [token for each in messages for token in each.token_ids],
@@ -58,7 +62,7 @@ async def test_every_rest_completes_the_answer(pair: Any, stopping: dict[str, An
     assert whole[0].origin
     for cut in range(1, len(whole)):
         rest = await responses(stub, continued(generation, whole[:cut], whole[0].origin))
-        assert joined(whole[:cut] + rest) == joined(whole)
+        assert text_and_tokens(whole[:cut] + rest) == text_and_tokens(whole)
         assert rest[-1].usage.completion_tokens == whole[-1].usage.completion_tokens
         assert rest[-1].usage.prompt_tokens == whole[-1].usage.prompt_tokens
 
@@ -67,11 +71,11 @@ async def test_text_that_one_router_held_back_or_sent_ahead_is_sent_once(pair: A
     stub = await pair.start()
     generation = asked()
     whole = await responses(stub, generation)
-    text, tokens, _ = joined(whole)
+    text, tokens, _ = text_and_tokens(whole)
     for num_characters in range(len(text)):
         request = continued(generation, whole[:3], whole[0].origin)
         request.received[0].num_characters = num_characters
-        assert joined(await responses(stub, request))[:2] == (text[num_characters:], tokens[3:])
+        assert text_and_tokens(await responses(stub, request))[:2] == (text[num_characters:], tokens[3:])
 
 
 async def test_an_answer_whose_end_was_lost_ends_without_a_worker(pair: Any) -> None:
@@ -106,6 +110,34 @@ async def test_several_answers_continue_one_by_one(pair: Any) -> None:
     calls = [call.sequence for worker in pair.workers.values() for call in worker.calls]
     # Answer i has the seed of a separate request.
     assert {(call.sampling.seed, call.num_output_tokens) for call in calls} == {(8, 0), (9, 2)}
+
+
+async def test_a_call_continues_where_it_broke(
+    cluster: Any, model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    written = '<think>\nsay\n</think>\n\nso <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    cluster.script.answer[:] = [*await tokenizer.encode(written, add_special_tokens=False), 1]
+    for role in ("prefill", "decode"):
+        await cluster.add(role, role, max_model_len=512)
+    stub = await cluster.start(model=str(copy_with_thinking(model_folder, tmp_path / "thinking")))
+    generation = pb.Generation(sampling=pb.SamplingParams(seed=7))
+    generation.response.parse = generation.response.prompt_token_ids = True
+    generation.chat.messages.add(role="user", content="x")
+    generation.chat.tools = '[{"name": "f"}]'
+    whole = await responses(stub, generation)
+    pieces = joined(piece for each in whole for piece in each.pieces)
+    assert [call.name for call in (each.tool_call for each in pieces) if call.name] == ["f"]
+    assert whole[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
+    assert whole[-1].usage.reasoning_tokens > 0
+    # An answer of many messages would take as many requests: some cuts, of which most are within the call.
+    for cut in {1, *range(2, len(whole), max(1, len(whole) // 8)), len(whole) - 1}:
+        request = continued(generation, whole[:cut], whole[0].origin)
+        request.chat.rendered.ids.extend(whole[0].prompt_token_ids)
+        rest = await responses(stub, request)
+        assert joined(piece for each in whole[:cut] + rest for piece in each.pieces) == pieces
+        assert text_and_tokens(whole[:cut] + rest) == text_and_tokens(whole)
+        assert rest[-1].finish_reason == whole[-1].finish_reason
+        assert rest[-1].usage.reasoning_tokens == whole[-1].usage.reasoning_tokens
 
 
 def received(**fields: Any) -> pb.ReceivedAnswer:

@@ -70,7 +70,7 @@ def word(event: str) -> str:
     [(kind, value)] = delta.items()
     if kind != "tool_calls":
         assert value
-        return {"reasoning_content": "reasoning"}.get(kind, kind)
+        return "reasoning" if kind == "reasoning_content" else str(kind)
     [call] = value
     name = "custom" if "custom" in call else "function"
     text = "input" if name == "custom" else "arguments"
@@ -192,6 +192,21 @@ async def test_what_is_left_of_a_cut_call_is_not_content(ask: Any, pair: Any, ig
         if whole["calls"]:
             assert whole["content"] == "so"
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_answers_of_a_beam_search_are_divided(ask: Any, stream: bool) -> None:
+    asked = await ask(f"<think>\nsay\n</think>\n\nso {CALL} ")
+    body = {"tools": TOOLS, "n": 3, "use_beam_search": True, "stream": stream}
+    answer = await asked(**body)
+    if stream:
+        assert {word(each) for each in answer} == {
+            *("first", "reasoning", "content", "head", "arguments", "finish", "done")
+        }
+        return
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["reasoning_content"] == "say"
 
 
 async def test_one_call_is_returned_if_calls_are_not_parallel(ask: Any) -> None:
