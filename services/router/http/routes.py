@@ -17,8 +17,12 @@ from quire.services.router.http.openai import answer_bodies, requests
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.completions import CompletionWriter
 from quire.services.router.http.openai.model_routes import ModelRoutes
+from quire.services.router.http.openai.responses import answer_bodies as responses_bodies
+from quire.services.router.http.openai.responses.requests import ResponseRequest
+from quire.services.router.http.openai.responses.writer import ResponseWriter, counting, not_stored
 from quire.services.router.http.shared.answers import answering
 from quire.services.router.http.shared.bodies import json_response
+from quire.services.router.http.shared.errors import ErrorBody
 
 
 class Route(NamedTuple):
@@ -59,6 +63,32 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             requests.ChatCompletionRequest,
             answer_bodies.ChatCompletion,
             answer_bodies.ChatCompletionChunk,
+        ),
+        Route(
+            "POST",
+            "/v1/responses",
+            answering(servicer, turn, ResponseRequest, ResponseWriter),
+            "Answer a conversation, as items",
+            ResponseRequest,
+            responses_bodies.Response,
+            responses_bodies.ResponseEvent,
+        ),
+        Route(
+            "POST",
+            "/v1/responses/input_tokens",
+            counting(servicer),
+            "Count the tokens of a prompt",
+            ResponseRequest,
+            responses_bodies.InputTokens,
+        ),
+        *(
+            Route(method, f"/v1/responses/{path}", not_stored, "Say that nothing is stored", answer=ErrorBody)
+            for method, path in (
+                ("GET", "{response}"),
+                ("DELETE", "{response}"),
+                ("POST", "{response}/cancel"),
+                ("GET", "{response}/input_items"),
+            )
         ),
         Route("GET", "/v1/models", model.models, "List the served model", answer=answer_bodies.ModelList),
         Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=answer_bodies.Model),

@@ -18,7 +18,9 @@ def to_json(body: BaseModel) -> bytes:
 
 
 def is_large(body: BaseModel) -> bool:
-    """Return whether a body takes long to write, since it has the logprobs of a long prompt."""
+    """Return whether a body takes long to write, since it has the logprobs of many tokens."""
+    if getattr(body, "is_large", False):
+        return True
     for part in (body, *getattr(body, "choices", ())):
         logprobs = getattr(part, "logprobs", None)
         tokens = getattr(logprobs, "tokens", ())

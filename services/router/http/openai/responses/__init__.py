@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without storage: each request contains its whole conversation."""
