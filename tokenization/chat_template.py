@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -58,6 +59,16 @@ class ChatTemplate:
             return None if source is None else cls(source, special_tokens)
         except _TEMPLATE_ERRORS as error:
             raise damaged(path, f"has no usable chat template or special tokens ({error})") from error
+
+    @cached_property
+    def allows_late_system(self) -> bool:
+        """Whether a conversation may have a system message after its first message."""
+        roles = ("system", "user", "system", "user")
+        try:
+            self.render([{"role": role, "content": "text"} for role in roles])
+        except ChatTemplateError:
+            return False
+        return True
 
     def render(
         self,

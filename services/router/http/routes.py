@@ -13,6 +13,9 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
 from quire.services.router.grpc.servicer import GenerationServicer
+from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent, TokenCount
+from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
+from quire.services.router.http.anthropic.writer import MessagesWriter, counting_messages
 from quire.services.router.http.openai import answer_bodies, requests
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.completions import CompletionWriter
@@ -89,6 +92,23 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
                 ("POST", "{response}/cancel"),
                 ("GET", "{response}/input_items"),
             )
+        ),
+        Route(
+            "POST",
+            "/v1/messages",
+            answering(servicer, turn, MessagesRequest, MessagesWriter),
+            "Answer a conversation, as Anthropic's API does",
+            MessagesRequest,
+            Answer,
+            MessageEvent,
+        ),
+        Route(
+            "POST",
+            "/v1/messages/count_tokens",
+            counting_messages(servicer),
+            "Count the tokens of a conversation",
+            CountTokensRequest,
+            TokenCount,
         ),
         Route("GET", "/v1/models", model.models, "List the served model", answer=answer_bodies.ModelList),
         Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=answer_bodies.Model),
