@@ -12,15 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from quire.client import Client, Content, Reasoning, ToolCall
-from quire.models.source import demo_model_path
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
-from quire.services.worker.config import WorkerConfig
-from tests.testing.thinking_model import copy_with_thinking
+from quire.services.local.stack import RunningStack
+from tests.testing.thinking_model import END_ID, thinking_stack
 
-PAD_TOKEN, PAD_ID = "<|pad|>", 2
-"""Token that is ``</think>`` in the tests."""
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -43,14 +37,7 @@ class City(BaseModel, extra="forbid"):
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("thinking") / "demo"
-    model = str(copy_with_thinking(demo_model_path(), folder, end_token=PAD_TOKEN))
-    config = LocalStackConfig(
-        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
-        worker=WorkerConfig(role="decode", model=model, served_model_name="demo", dtype="float32"),
-        log_level="error",
-    )
-    with local_stack(config) as running:
+    with thinking_stack(tmp_path_factory.mktemp("thinking") / "demo") as running:
         yield running
 
 
@@ -63,7 +50,7 @@ def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
 def options(*, thinks: bool, **more: Any) -> dict[str, Any]:
     extra = {"chat_template_kwargs": {"thinks": True} if thinks else {"enable_thinking": False}}
     # Nothing but a bias makes this model end its reasoning; the grammars allow that token only there.
-    bias = {"logit_bias": {str(PAD_ID): 100}} if thinks else {}
+    bias = {"logit_bias": {str(END_ID): 100}} if thinks else {}
     given = {name: value for name, value in more.items() if value is not None}
     return {"model": "demo", "messages": MESSAGES, "seed": 1, "extra_body": extra, **bias, **given}
 
@@ -143,7 +130,7 @@ def test_the_python_client_has_typed_pieces(stack: RunningStack) -> None:
         "allowed_tools": ["time"],
         "single_call": True,
         "template_arguments": {"thinks": True},
-        "logit_bias": {PAD_ID: 100.0},
+        "logit_bias": {END_ID: 100.0},
     }
     with Client(stack.address) as client:
         whole = client.chat(MESSAGES, **asked)
