@@ -26,15 +26,25 @@ CONTEXT = 4096
 
 CHAT_TEMPLATE = (
     "{{- bos_token -}}"
+    "{%- if tools -%}"
+    "{{- '<|system|>call a tool by <tool_call>{name, arguments}</tool_call>: ' -}}"
+    "{{- tools | tojson ~ '<|end|>' -}}"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
     "{{- raise_exception('unknown role: ' ~ message['role']) -}}"
     "{%- endif -%}"
-    "{{- '<|' ~ message['role'] ~ '|>' ~ message['content'] | trim ~ '<|end|>' -}}"
+    "{{- '<|' ~ ('user' if message['role'] == 'tool' else message['role']) ~ '|>' -}}"
+    "{{- message['content'] | default('', true) | trim -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '\\n<tool_call>\\n' ~ call['function'] | tojson ~ '\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-"""The chat template. A turn costs two tokens in addition to its text, and nothing is between turns."""
+"""The chat template. A turn costs two tokens in addition to its text, and nothing is between turns. The model
+was not trained to call tools: it calls one only if its answer must be a call."""
 
 
 def whole_tokens() -> list[str]:

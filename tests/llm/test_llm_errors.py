@@ -138,8 +138,8 @@ def test_models_without_tokenizer_or_template(tiny: LLM, tmp_path: Path) -> None
 
 
 def test_a_template_that_refuses(demo: LLM) -> None:
-    with pytest.raises(ChatTemplateError, match="unknown role: tool"):
-        demo.chat([{"role": "tool", "content": ""}])
+    with pytest.raises(ChatTemplateError, match="unknown role: critic"):
+        demo.chat([{"role": "critic", "content": ""}])
 
 
 def test_a_closed_llm_raises_an_error(tiny_folder: Path) -> None:

@@ -76,9 +76,9 @@ def test_plain_jinja_renders_as_transformers_does(
 
 
 def test_template_refuses_an_unknown_role() -> None:
-    with pytest.raises(TemplateError, match="unknown role: tool"):
+    with pytest.raises(TemplateError, match="unknown role: critic"):
         AutoTokenizer.from_pretrained(demo_model_path()).apply_chat_template(
-            [{"role": "tool", "content": ""}]
+            [{"role": "critic", "content": ""}]
         )
 
 
@@ -119,3 +119,24 @@ def test_checkpoint_is_bfloat16() -> None:
     header = Path(demo_model_path() / "model.safetensors").read_bytes()[:20000].decode("latin-1")
     assert '"dtype":"BF16"' in header
     assert '"dtype":"F32"' not in header
+
+
+def test_template_shows_tools_calls_and_their_results() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    text = AutoTokenizer.from_pretrained(demo_model_path()).apply_chat_template(
+        [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "417"},
+        ],
+        tools=[tool],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert text == (
+        "<|bos|><|system|>call a tool by <tool_call>{name, arguments}</tool_call>: "
+        '[{"type": "function", "function": {"name": "look"}}]<|end|><|user|>hello<|end|><|assistant|>\n'
+        '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|end|>'
+        "<|user|>417<|end|><|assistant|>"
+    )
