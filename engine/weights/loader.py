@@ -218,12 +218,15 @@ def _load_part(
 
 def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
     try:
-        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto" if dtype == "auto" else DTYPES[dtype],
-            attn_implementation=attention.IMPLEMENTATION,
-            use_safetensors=True,
-        )
+        with torch.random.fork_rng(devices=[]):
+            # Embedding models may have no output layer; all workers then have to make the same one.
+            torch.manual_seed(0)
+            module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                attn_implementation=attention.IMPLEMENTATION,
+                use_safetensors=True,
+            )
     except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"transformers cannot load {folder} with paged attention: {error}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from quire.engine.weights.loader import load_model
 
@@ -77,3 +78,11 @@ def test_an_adapter_is_refused(tiny_model: Callable[[str], Path], tmp_path: Path
     (tmp_path / "adapted" / "adapter_config.json").write_text("{}")
     with pytest.raises(OSError, match="merge it into its model"):
         load_model(str(tmp_path / "adapted"), "float32", CPU)
+
+
+def test_a_model_without_an_output_layer_has_one_digest(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    AutoModel.from_pretrained(tiny_model("qwen3")).save_pretrained(tmp_path)
+    digests = {load_model(str(tmp_path), "float32", CPU).digest for _ in range(2)}
+    assert len(digests) == 1
