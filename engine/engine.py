@@ -78,15 +78,17 @@ class EngineParts:
 
 
 class StepLogits(NamedTuple):
-    """The logits of a step.
+    """The logits of a step, and hidden states.
 
     Attributes:
         to_sample: ``[num_rows, vocab_size]``, with ``num_sampled_rows`` rows for each sequence.
         of_prompts: ``[num_scored, vocab_size]``, for prompt logprobs; None if there are none.
+        hidden: ``[num_hidden, hidden_size]``, for embeddings; None if there are none.
     """
 
     to_sample: torch.Tensor
     of_prompts: torch.Tensor | None
+    hidden: torch.Tensor | None
 
 
 class Engine:
@@ -296,14 +298,15 @@ class Engine:
         num_rows = len(scheduled)
         if self.speculator is not None:
             num_rows += sum(len(sequence.draft_token_ids) for sequence, _ in scheduled)
+        hidden = self.runner.hidden_states(arguments) if arguments.num_hidden else None
         if logits.shape[0] == num_rows:
-            return StepLogits(logits, None)
-        return StepLogits(logits[:num_rows], logits[num_rows:])
+            return StepLogits(logits, None, hidden)
+        return StepLogits(logits[:num_rows], logits[num_rows:], hidden)
 
     def _process(self, scheduled: list[ScheduledSequence], logits: StepLogits) -> list[SequenceUpdate]:
         """Sample tokens, advance beam searches, and end the sequences that have finished or failed."""
         results = self._results
-        updates = results.record_computed_tokens(scheduled, logits.of_prompts)
+        updates = results.record_computed_tokens(scheduled, logits.of_prompts, logits.hidden)
         sampled = results.sample(logits.to_sample)
         self.step_seconds.sample = self._step_clock.lap()
         updates += results.advance_beam_searches(scheduled, logits.to_sample)

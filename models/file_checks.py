@@ -37,10 +37,19 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         ModelFileError: it is missing, or contains no JSON object.
     """
-    try:
-        value = json.loads(read_text(path))
-    except ValueError as error:
-        raise damaged(path, f"is not valid JSON ({error})") from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise damaged(path, f"is not a JSON object but a {type(value).__name__}")
     return value
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value that a file contains.
+
+    Raises:
+        ModelFileError: it is missing, or contains no JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except ValueError as error:
+        raise damaged(path, f"is not valid JSON ({error})") from error

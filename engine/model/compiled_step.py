@@ -99,13 +99,15 @@ class CompiledStep:
     def run(self, tensors: StepTensors) -> torch.Tensor:
         """Run a step; return its logits ``[num_logits, vocab_size]``, valid until the next step."""
         metadata = tensors.metadata
-        num_tokens, num_logits = tensors.input_ids.shape[0], tensors.logit_rows.shape[0]
+        num_tokens, num_kept = tensors.input_ids.shape[0], tensors.logit_rows.shape[0]
+        num_logits = tensors.num_logits
         self._grow_tables(int(tensors.positions.max()) + 1)
-        self._grow_buffers(max(num_tokens, num_logits))
+        self._grow_buffers(max(num_tokens, num_kept))
         logits = self._logits(num_logits)
         self._counters.fill(0)
         steps, calls = self._step, self._attention
-        steps["num_tokens"] = num_tokens, num_logits
+        steps["num_tokens"] = num_tokens, num_kept
+        steps["num_logits"] = num_logits
         steps["token_ids"] = tensors.input_ids.data_ptr()
         steps["positions"] = tensors.positions.data_ptr()
         steps["slots"] = metadata.slot_mapping.data_ptr()
@@ -113,7 +115,7 @@ class CompiledStep:
         steps["logits"] = logits.data_ptr() + 4 * _first_column(self._recipe.head)
         if self._collectives is not None:
             steps["last_round"] = self._collectives.num_rounds
-        keeps_all_rows = metadata.max_new_tokens == 1 and num_logits == num_tokens
+        keeps_all_rows = metadata.max_new_tokens == 1 and num_kept == num_tokens
         if keeps_all_rows != self._keeps_all_rows:
             self._place_kept_rows(keeps_all_rows)
         calls["block_tables"] = metadata.block_tables.data_ptr()
@@ -121,9 +123,9 @@ class CompiledStep:
         calls["query_starts"] = metadata.query_starts.data_ptr()
         calls["seq_lens"] = metadata.seq_lens.data_ptr()
         parts, tiles = last_parts, last_tiles = self._tiles(metadata)
-        if not keeps_all_rows and num_logits == len(metadata.query_starts) - 1:
+        if not keeps_all_rows and num_kept == len(metadata.query_starts) - 1:
             last_parts = _one_row_each(tensors.logit_rows, metadata.query_starts)
-            last_tiles = one_part_each(num_logits)
+            last_tiles = one_part_each(num_kept)
         calls["parts"][:-1], calls["parts"][-1] = parts.ctypes.data, last_parts.ctypes.data
         calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
         calls["num_programs"][:-1] = len(tiles) * self._shape.num_kv_heads
@@ -137,6 +139,10 @@ class CompiledStep:
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
+
+    def hidden_states(self, tensors: StepTensors) -> torch.Tensor:
+        """Return float32 ``[num_hidden, hidden_size]`` of the step that has just run."""
+        return self._buffers["normed"][tensors.num_logits : tensors.logit_rows.shape[0]]
 
     def _tiles(self, metadata: AttentionMetadata) -> tuple[Array, Array]:
         """Return the parts and tiles of a step."""

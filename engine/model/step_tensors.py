@@ -15,7 +15,8 @@ class StepTensors(NamedTuple):
     Attributes:
         input_ids: int64 ``[num_tokens]``.
         positions: int64 ``[num_tokens]``.
-        logit_rows: int64 ``[num_logits]``, indices of the tokens after which logits are needed.
+        logit_rows: int64 ``[num_logits + num_hidden]``, indices of the tokens after which logits are needed,
+            and then of those whose hidden states are needed.
         metadata: the sequences of the tokens, and the slots for their keys and values.
     """
 
@@ -23,6 +24,12 @@ class StepTensors(NamedTuple):
     positions: torch.Tensor
     logit_rows: torch.Tensor
     metadata: AttentionMetadata
+    num_hidden: int = 0
+
+    @property
+    def num_logits(self) -> int:
+        """Number of tokens after which logits are needed."""
+        return self.logit_rows.shape[0] - self.num_hidden
 
     def to(self, device: torch.device) -> StepTensors:
         """Return a copy of all tensors on a device."""
@@ -34,6 +41,5 @@ class StepTensors(NamedTuple):
             metadata.slot_mapping.to(device),
             metadata.max_new_tokens,
         )
-        return StepTensors(
-            self.input_ids.to(device), self.positions.to(device), self.logit_rows.to(device), moved
-        )
+        rows = self.logit_rows.to(device)
+        return StepTensors(self.input_ids.to(device), self.positions.to(device), rows, moved, self.num_hidden)

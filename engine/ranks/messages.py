@@ -16,7 +16,7 @@ from quire.engine.model.collectives import RanksError, SharedMemory
 from quire.engine.model.step_tensors import StepTensors
 from quire.kernels.metadata import AttentionMetadata
 
-_HEADER = struct.Struct("6q")
+_HEADER = struct.Struct("7q")
 HEADER_BYTES = _HEADER.size
 
 
@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """A kind and five numbers, whose meaning depends on the kind."""
+    """A kind and six numbers, whose meaning depends on the kind."""
 
     kind: int
     first: int = 0
@@ -36,6 +36,7 @@ class Header(NamedTuple):
     third: int = 0
     fourth: int = 0
     fifth: int = 0
+    sixth: int = 0
 
     def to_bytes(self) -> bytes:
         """Return the bytes that go through the pipe."""
@@ -60,8 +61,8 @@ def write_step(memory: SharedMemory, step: StepTensors) -> Header:
     """
     metadata = step.metadata
     tables = metadata.block_tables
-    num_tokens, num_logits = step.input_ids.shape[0], step.logit_rows.shape[0]
-    if max(num_tokens, num_logits) > memory.sizes.max_rows:
+    num_tokens, num_kept = step.input_ids.shape[0], step.logit_rows.shape[0]
+    if max(num_tokens, num_kept) > memory.sizes.max_rows:
         raise RanksError(f"a step of {num_tokens} tokens does not fit {memory.sizes.max_rows}")
     writer = _Writer(memory)
     for tensor in (
@@ -75,15 +76,15 @@ def write_step(memory: SharedMemory, step: StepTensors) -> Header:
     ):
         writer.put(tensor)
     most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
-    return Header(Kind.STEP, num_tokens, num_logits, tables.shape[0], tables.shape[1], most)
+    return Header(Kind.STEP, num_tokens, num_kept, tables.shape[0], tables.shape[1], most, step.num_hidden)
 
 
 def read_step(memory: SharedMemory, header: Header) -> StepTensors:
     """Return the tensors of a step, which lie in shared memory."""
-    _, num_tokens, num_logits, num_seqs, width, most = header
+    _, num_tokens, num_kept, num_seqs, width, most, num_hidden = header
     reader = _Reader(memory)
     tokens, positions = reader.take(torch.int64, num_tokens), reader.take(torch.int64, num_tokens)
-    logit_rows, slots = reader.take(torch.int64, num_logits), reader.take(torch.int64, num_tokens)
+    logit_rows, slots = reader.take(torch.int64, num_kept), reader.take(torch.int64, num_tokens)
     metadata = AttentionMetadata(
         block_tables=reader.take(torch.int32, num_seqs * width).view(num_seqs, width),
         query_starts=reader.take(torch.int32, num_seqs + 1),
@@ -91,7 +92,7 @@ def read_step(memory: SharedMemory, header: Header) -> StepTensors:
         slot_mapping=slots,
         max_new_tokens=None if most < 0 else most,
     )
-    return StepTensors(tokens, positions, logit_rows, metadata)
+    return StepTensors(tokens, positions, logit_rows, metadata, num_hidden)
 
 
 class _Writer:

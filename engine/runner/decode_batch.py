@@ -46,9 +46,9 @@ class DecodeBatch:
 
     @staticmethod
     def fits(scheduled: list[ScheduledSequence]) -> bool:
-        """Return whether a step computes one token of each sequence, and scores no prompt."""
+        """Return whether a step computes one token of each sequence, and scores and pools no prompt."""
         return all(
-            num_tokens == 1 and sequence.params.num_prompt_logprobs is None
+            num_tokens == 1 and sequence.params.num_prompt_logprobs is None and sequence.pooled is None
             for sequence, num_tokens in scheduled
         )
 

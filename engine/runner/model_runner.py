@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.decode_batch import DecodeBatch
 from quire.engine.runner.step_tables import Int32s, StepTables
 from quire.engine.sequences.schedule import Schedule
-from quire.engine.sequences.sequence import ScheduledSequence
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 from quire.engine.weights.loader import LoadedModel
 from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
@@ -36,6 +37,7 @@ class ModelRunner:
         self.model = model
         self.memory = memory
         self._swap_memory = swap_memory
+        self._hidden = torch.empty(0)
         self._graphs: DecodeGraphs | None = None
         self._compiled: CompiledStep | None = None
         if model.recipe is not None:
@@ -79,11 +81,14 @@ class ModelRunner:
             slot_mapping=torch.from_numpy(slots),
             max_new_tokens=int(num_new.max()),
         )
+        scored = _prompt_rows(scheduled, packed, Sequence.positions_to_score)
+        pooled = _prompt_rows(scheduled, packed, Sequence.positions_to_pool)
         return StepTensors(
             torch.from_numpy(packed.token_ids),
             torch.from_numpy(packed.positions),
-            torch.from_numpy(_logit_rows(scheduled, packed)),
+            torch.from_numpy(np.concatenate([packed.rows_to_sample, *scored, *pooled], dtype=np.int64)),
             metadata,
+            sum(map(len, pooled)),
         )
 
     @torch.inference_mode()
@@ -120,14 +125,24 @@ class ModelRunner:
             torch.cuda.current_stream().synchronize()
         return logits
 
+    def hidden_states(self, step: StepTensors) -> torch.Tensor:
+        """Return ``[num_hidden, hidden_size]`` of the step that ``forward`` has just run.
+
+        They are the states after the last norm, which the output layer gets, valid until the next step.
+        """
+        return self._hidden if self._compiled is None else self._compiled.hidden_states(step)
+
     def _run(self, step: StepTensors) -> torch.Tensor:
         output = self.model.module(
             input_ids=step.input_ids[None],
             position_ids=step.positions[None],
-            logits_to_keep=step.logit_rows,
+            logits_to_keep=step.logit_rows[: step.num_logits],
+            output_hidden_states=step.num_hidden > 0,
             use_cache=False,
             paged_step=PagedStep(step.metadata, self.memory.layers, self.memory.scales),
         )
+        if step.num_hidden:
+            self._hidden = output.hidden_states[-1][0, step.logit_rows[step.num_logits :]]
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -168,13 +183,12 @@ def _pack(scheduled: list[ScheduledSequence], num_new: Int32s, computed: Int32s)
     return _PackedTokens(starts, np.array(token_ids, dtype=np.int64), owners, positions, rows_to_sample)
 
 
-def _logit_rows(scheduled: list[ScheduledSequence], packed: _PackedTokens) -> Int64s:
-    """Return the rows to sample, followed by those that give logprobs of prompts."""
-    to_score = [
-        packed.starts[row] + np.arange(scored.start, scored.stop) - sequence.num_computed_tokens
+def _prompt_rows(
+    scheduled: list[ScheduledSequence], packed: _PackedTokens, positions_of: Callable[[Sequence, int], range]
+) -> list[Int64s]:
+    """Return the rows of those positions of each sequence that a function chooses from its new tokens."""
+    return [
+        packed.starts[row] + np.arange(chosen.start, chosen.stop) - sequence.num_computed_tokens
         for row, (sequence, num_tokens) in enumerate(scheduled)
-        if sequence.params.num_prompt_logprobs is not None
-        and (scored := sequence.positions_to_score(num_tokens))
+        if (chosen := positions_of(sequence, num_tokens))
     ]
-    rows_to_sample = packed.rows_to_sample
-    return np.concatenate([rows_to_sample, *to_score], dtype=np.int64) if to_score else rows_to_sample

@@ -92,7 +92,7 @@ class FirstBlocks:
 
     def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
         """Return whether a running sequence will soon seal the block at an index of this one."""
-        if index >= len(sequence.block_hashes):
+        if index >= self._num_usable_blocks(sequence):
             return False
         running = (other for group in self._queues.running for other in group.sequences)
         return any(

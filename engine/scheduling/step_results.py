@@ -17,6 +17,7 @@ from quire.engine.sequences.sampling_step import (
     SampledRows,
     first_rows,
     num_accepted_tokens,
+    pool_prompts,
     sample_tokens,
     score_prompts,
 )
@@ -49,7 +50,10 @@ class StepResults:
     _beam_searches: dict[str, None] = field(default_factory=dict, init=False)
 
     def record_computed_tokens(
-        self, scheduled: list[ScheduledSequence], prompt_logits: torch.Tensor | None
+        self,
+        scheduled: list[ScheduledSequence],
+        prompt_logits: torch.Tensor | None,
+        hidden: torch.Tensor | None = None,
     ) -> list[SequenceUpdate]:
         """Record the computed tokens; return updates of the sequences that sample no token in this step.
 
@@ -59,6 +63,8 @@ class StepResults:
         self._to_sample = sequences, rows = SampledRows([], [])
         if prompt_logits is not None:
             score_prompts(scheduled, prompt_logits, self._failures)
+        if hidden is not None:
+            pool_prompts(scheduled, hidden, self._failures)
         updates, tables, row = [], self.tables, 0
         for sequence, num_tokens in scheduled:
             num_drafts = len(sequence.draft_token_ids)
@@ -90,7 +96,7 @@ class StepResults:
             self._evict(sequence)
         if not is_done:
             return False
-        if not sequence.samples_tokens:
+        if not sequence.samples_tokens and sequence.attempt_id not in self._failures:
             self.requests.finish_sequence(sequence, SequenceStatus.FINISHED_HANDED_OVER)
             return False
         group = self.requests.groups[sequence.attempt_id]

@@ -120,6 +120,25 @@ def score_prompts(
                 sequence.prompt_logprobs += rank_tokens(rows, following, num_top)
 
 
+def pool_prompts(scheduled: list[ScheduledSequence], hidden: torch.Tensor, failures: RequestFailures) -> None:
+    """Add this step's hidden states to the embeddings that they belong to.
+
+    Args:
+        scheduled: the sequences of the step, before their computed tokens are counted.
+        hidden: ``[num_hidden, hidden_size]``: the states of ``Sequence.positions_to_pool``.
+        failures: gets the requests whose states are not finite.
+    """
+    start = 0
+    for sequence, num_tokens in scheduled:
+        if sequence.pooled is not None and (positions := sequence.positions_to_pool(num_tokens)):
+            rows = hidden[start : start + len(positions)]
+            start += len(positions)
+            with failures.catch(sequence.attempt_id):
+                if not torch.isfinite(rows).all():
+                    raise not_finite()
+                sequence.pooled.add(rows)
+
+
 def first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
     """Yield the logits' row after each sequence's last token; the rows of its draft tokens follow."""
     row = 0

@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from quire.engine.errors import RequestFailedError
+from quire.engine.sequences.pooling import PooledPrompt
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.sampling.params import SamplingParams
 
@@ -78,7 +79,7 @@ class Sequence:
     stops_after_prefill: bool = False
     """True on a prefill worker: the sequence ends with its prompt, and its blocks stay until released."""
     samples_tokens: bool = True
-    """False on a prefill worker if the decode worker samples all tokens of the request."""
+    """False on a prefill worker if the decode worker samples all tokens of the request, or if none is."""
 
     is_plain: bool = False
     """Whether it is its request's only sequence, and each of its steps only samples from the model's logits.
@@ -106,6 +107,8 @@ class Sequence:
     """How the sampler draws each of its tokens, as the sampler has encoded it; empty before the first one."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
+    pooled: PooledPrompt | None = None
+    """Its embedding, as far as it is computed; the sequence then samples no token. None if none is wanted."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Draft tokens that one step verifies; they are never hashed, sealed or reported."""
     tally: Tally = field(default_factory=Tally)
@@ -155,12 +158,14 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens of a cached prefix that it may use: cached tokens have no logits to score a prompt."""
+        """Most tokens of a cached prefix that it may use: cached tokens have no logits or hidden states."""
         limit = self.num_exact_tokens
         if self.kv_budget is not None:
             # The prompt's last token must be computed: after it the blocks to keep are chosen, before any
             # later token is recomputed.
             limit -= 1
+        if self.pooled is not None and (missing := self.pooled.missing(0, limit)):
+            limit = missing.start
         num_scored = len(self.prompt_logprobs)
         needs_no_more = self.params.num_prompt_logprobs is None or num_scored == self.num_prompt_tokens - 1
         return limit if needs_no_more else min(limit, num_scored)
@@ -192,6 +197,12 @@ class Sequence:
             return range(0)
         end = min(self.num_computed_tokens + num_new_tokens, self.num_prompt_tokens - 1)
         return range(max(self.num_computed_tokens, len(self.prompt_logprobs)), end)
+
+    def positions_to_pool(self, num_new_tokens: int) -> range:
+        """Return the positions among the next tokens whose hidden states are pooled."""
+        if self.pooled is None:
+            return range(0)
+        return self.pooled.missing(self.num_computed_tokens, self.num_computed_tokens + num_new_tokens)
 
     def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
         """Hash every full block of ``token_ids`` that has no hash yet."""

@@ -101,6 +101,7 @@ _ADDRESSES = (
 )
 _INTEGERS = (
     "num_tokens",
+    "num_logits",
     "last_round",
     "num_layers",
     "hidden_size",
@@ -141,8 +142,9 @@ STEP = np.dtype(
 1 for int8 and 2 for e4m3. ``exchange`` is the address of an ``EXCHANGE``, and ``last_round`` the round that
 this process has come to before the step.
 
-A program gets two of them. The second has only the tokens after which logits are needed: ``kept_rows`` are
-their rows in the first. From the attention of the last layer on, the others need not be computed.
+A program gets two of them. The second has only the tokens after which logits or hidden states are needed:
+``kept_rows`` are their rows in the first. From the attention of the last layer on, the others need not be
+computed. Only the first ``num_logits`` tokens get logits; ``normed`` ends with the hidden states of all.
 """
 
 COUNTERS_PER_LAYER = 4
@@ -562,7 +564,7 @@ def _compute_logits(
         size,
         args.logits,
         args.logits_stride,
-        args.num_tokens,
+        args.num_logits,
         storage,
         item_bytes,
         stored,
