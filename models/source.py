@@ -14,7 +14,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-MODEL_FILES = (*CONFIGURATION_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
+EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")
+MODEL_FILES = (*CONFIGURATION_FILES, *WEIGHT_FILES, *TOKENIZER_FILES, *EMBEDDING_FILES)
 
 
 def demo_model_path() -> Path:
@@ -27,7 +28,8 @@ def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
 
     Args:
         source: a folder, a hub id, or a hub id and a revision as in ``org/model@main``.
-        files: patterns of file names. Files in subfolders, such as the original checkpoint's, are left out.
+        files: patterns of file names. Files in subfolders, such as the original checkpoint's, are left out,
+            except in the numbered ones of sentence-transformers.
 
     Raises:
         OSError: there is no such folder, model or revision, or the hub cannot be reached.
@@ -44,7 +46,7 @@ def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
     name, _, revision = source.partition("@")
     try:
         found = snapshot_download(
-            name, revision=revision or None, allow_patterns=list(files), ignore_patterns=["*/*"]
+            name, revision=revision or None, allow_patterns=list(files), ignore_patterns=["[!0-9]*/*"]
         )
     except HFValidationError as error:
         raise FileNotFoundError(f"{source} is neither a folder nor a hub id: {error}") from error

@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 
+from quire.engine.sequences.pooling import PooledPrompt
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceUpdate
 from quire.kvtransfer.errors import PushFailedError
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
+from quire.models.embeddings import Pooling
 from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, ServiceError
 from quire.services.prefill.push import PrefillPush, PushedPrompt
@@ -41,6 +43,8 @@ class PrefillCalls:
         """Compute a prompt, push its blocks, sample its first token if it is one sequence's."""
         parts = self._parts
         sequence = await parts.reader.read(request.sequence, stops_after_prefill=True)
+        if request.HasField("embedding_dimensions"):
+            _pool(sequence, parts.identity.embedding, request.embedding_dimensions)
         if sequence.params.num_sequences > 1:
             sequence = without_last_token(sequence)
         with parts.requests.run("prefill", request.sequence, sequence, context) as (updates, phases):
@@ -132,7 +136,15 @@ async def _computed(
                     num_generated_tokens=sequence.tally.num_generated_tokens,
                     finish_reason=finish_reason(update.status),
                     prompt_logprobs=await prompt_logprobs(sequence),
+                    embedding=sequence.pooled.embedding() if sequence.pooled is not None else (),
                 )
+
+
+def _pool(sequence: Sequence, model: worker_pb2.EmbeddingModel, dimensions: int) -> None:
+    """Let a sequence compute an embedding: no token is sampled, and nothing reads its blocks."""
+    size, kind = dimensions or model.size, Pooling(model.pooling)
+    sequence.pooled = PooledPrompt.of(kind, sequence.num_tokens, size, normalizes=model.normalizes)
+    sequence.samples_tokens = sequence.stops_after_prefill = False
 
 
 def _report_failure(task: asyncio.Task[Any], updates: Updates) -> None:

@@ -38,6 +38,7 @@ class ServedModel:
     """Parameters that apply where a request sets none."""
     answer_format: AnswerFormat | None = None
     """How the model writes reasoning and tool calls; None if its files do not show it."""
+    embedding: worker_pb2.EmbeddingModel = field(default_factory=worker_pb2.EmbeddingModel)
 
     @property
     def origin(self) -> str:
@@ -82,4 +83,5 @@ def load_served_model(
         tokenizer_config=files.config,
         sampling_defaults=defaults,
         answer_format=find_answer_format(files.config, template_source, tokenizer.added_tokens),
+        embedding=info.embedding,
     )

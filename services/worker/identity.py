@@ -27,6 +27,7 @@ class WorkerIdentity:
     vocab_size: int
     eos_token_ids: frozenset[int]
     cluster_secret: bytes = field(repr=False)
+    embedding: worker_pb2.EmbeddingModel = field(default_factory=worker_pb2.EmbeddingModel)
 
     @cached_property
     def cache_descriptor(self) -> bytes:
@@ -66,4 +67,5 @@ class WorkerIdentity:
             layout=layout_to_proto(self.layout),
             num_blocks=self.num_blocks,
             cache_descriptor=self.cache_descriptor,
+            embedding=self.embedding,
         )

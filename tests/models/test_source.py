@@ -64,6 +64,8 @@ def test_only_the_files_that_quire_reads_are_downloaded(monkeypatch: pytest.Monk
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
         "tokenizer.json",
+        "modules.json",
+        "1_Pooling/config.json",
         "pytorch_model.bin",
         "model.gguf",
         "original/consolidated.00.pth",
@@ -71,7 +73,7 @@ def test_only_the_files_that_quire_reads_are_downloaded(monkeypatch: pytest.Monk
         "onnx/model.onnx",
         "modeling_custom.py",
     ]
-    assert list(filter_repo_objects(repository, **asked)) == repository[:4]
+    assert list(filter_repo_objects(repository, **asked)) == repository[:6]
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from quire.engine.ranks.ranks import Ranks, start_ranks
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvLayout
+from quire.models.embeddings import NoEmbeddingsError, read_embedding_config
 from quire.models.source import pin_revision
+from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.services.server.log import get_logger
 from quire.services.server.process import num_processors
@@ -138,4 +140,14 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         cluster_secret=config.cluster_secret,
+        embedding=_embedding_model(config, model),
     )
+
+
+def _embedding_model(config: WorkerConfig, model: LoadedModel) -> worker_pb2.EmbeddingModel:
+    size = getattr(model.module.config.get_text_config(), "hidden_size", 0)
+    try:
+        with _load_errors(config.model_path):
+            return worker_pb2.EmbeddingModel(**asdict(read_embedding_config(model.folder, size)))
+    except NoEmbeddingsError as error:
+        return worker_pb2.EmbeddingModel(problem=str(error))
