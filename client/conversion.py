@@ -17,6 +17,7 @@ from quire.client.types import (
     Completion,
     Content,
     Delta,
+    Embeddings,
     FinishReason,
     GenerationOptions,
     Message,
@@ -187,6 +188,27 @@ def to_delta(response: pb.GenerateStreamResponse) -> Delta:
     )
 
 
+def to_embed_request(texts: Sequence[str | Sequence[int]], **options: int | str | None) -> pb.EmbedRequest:
+    """Return the message that asks for the embeddings of texts, or of token ids.
+
+    Raises:
+        InvalidRequest: a value does not fit its field.
+    """
+    request = pb.EmbedRequest()
+    for text in texts:
+        _set_prompt(request.inputs.add(), text)
+    for name, value in options.items():
+        if value is not None:
+            _set(request, name, value, name)
+    return request
+
+
+def to_embeddings(response: pb.EmbedResponse) -> Embeddings:
+    """Return the embeddings in a response."""
+    vectors = tuple(tuple(each.values) for each in response.embeddings)
+    return Embeddings(vectors, _to_usage(response.usage), response.request_id)
+
+
 def to_model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
     """Return the description of the served model."""
     return ModelInfo(
@@ -201,12 +223,12 @@ def to_model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
     )
 
 
-def _set_prompt(owner: pb.Generation | pb.TokenizeRequest, prompt: Prompt) -> None:
+def _set_prompt(owner: pb.Generation | pb.TokenizeRequest | pb.EmbedInput, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         _set(owner, "text", prompt, "prompt")
-    elif len(prompt) and isinstance(prompt[0], Mapping):
+    elif len(prompt) and isinstance(prompt[0], Mapping) and not isinstance(owner, pb.EmbedInput):
         owner.chat.messages.extend(map(_to_chat_message, cast("Sequence[Message]", prompt)))
-    elif isinstance(owner, pb.Generation):
+    elif not isinstance(owner, pb.TokenizeRequest):
         # Set the field even if the prompt is empty, so that the server reports the empty prompt.
         owner.token_ids.SetInParent()
         _set(owner.token_ids, "ids", prompt, "prompt")

@@ -15,7 +15,7 @@ from quire.client.errors import QuireError, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
 from quire.client.routers import Attempts, Routers
 from quire.client.tls import Tls, bearer
-from quire.client.types import Completion, Delta, GenerationOptions, Message, ModelInfo, Prompt
+from quire.client.types import Completion, Delta, Embeddings, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
@@ -92,6 +92,17 @@ class Client:
         """
         batch = ResumableBatch([conversion.to_generation(prompt, options) for prompt in prompts])
         return self._receive(lambda stub: stub.GenerateBatch, batch, timeout)
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        timeout: float | None = None,
+        **options: int | str | None,
+    ) -> Embeddings:
+        """Return the embeddings of texts or token ids; ``options`` are other fields of ``EmbedRequest``."""
+        request = conversion.to_embed_request(texts, **options)
+        return conversion.to_embeddings(self._call(lambda stub: stub.Embed, request, timeout))
 
     def tokenize(self, prompt: str | Sequence[Message], *, timeout: float | None = None) -> list[int]:
         """Return the token ids of a text or of a rendered conversation."""

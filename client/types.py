@@ -285,6 +285,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The embeddings of several texts, in their order."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    usage: Usage
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model and its limits."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from math import cos, sin
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,12 @@ class Script:
         )
 
 
+def embedding_of(token_ids: Sequence[int]) -> list[float]:
+    """Return what the workers say is the embedding of a prompt: a vector of the length 1 in a plane."""
+    angle = sum(token_ids) / 100
+    return [cos(angle), sin(angle), 0.0, 0.0]
+
+
 def num_sequences(sequence: worker_pb2.Sequence) -> int:
     """Return how many answers a request wants."""
     return sequence.sampling.beam.width or sequence.sampling.n or 1
@@ -118,6 +125,7 @@ class FakeWorker(StreamingWorker):
         self.load_of_others = worker_pb2.TotalLoad()
         self.answers_probes = asyncio.Event()
         self.answers_probes.set()
+        self.embedding = worker_pb2.EmbeddingModel(size=4, pooling="lasttoken", normalizes=True)
         self.is_left_without_blocks = False
         self.begins_after: asyncio.Event | None = None
         self.fault: Fault | None = None
@@ -149,6 +157,7 @@ class FakeWorker(StreamingWorker):
             is_stalled=self.is_stalled,
             num_blocks=1000,
             address=self.server.address,
+            embedding=self.embedding,
         )
         if self.secret:
             info.proof = description_proof(self.secret, request.nonce, info)
@@ -193,6 +202,12 @@ class FakeWorker(StreamingWorker):
                 await self.begins_after.wait()
             await self._before_token(0)
             first = worker_pb2.PrefillResponse(num_cached_tokens=self.num_cached_tokens)
+            if request.HasField("embedding_dimensions") and self.embedding.size:
+                first.embedding.extend(
+                    embedding_of(request.sequence.token_ids)[: request.embedding_dimensions or 4]
+                )
+                yield first
+                return
             if num_sequences(request.sequence) == 1:
                 first.tokens.append(self.script.token(position))
                 first.num_generated_tokens = 1

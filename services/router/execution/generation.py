@@ -70,6 +70,8 @@ class GenerationRun:
     ``spend`` charges computed tokens that were not charged in advance.
     """
 
+    _make_choice: type[WorkerChoice] = WorkerChoice
+
     def __init__(
         self,
         cluster: Cluster,
@@ -96,7 +98,7 @@ class GenerationRun:
             len(request.prompt_token_ids),
             RequestCharge(spend, request.num_input_tokens),
         )
-        self._choice = WorkerChoice(cluster, scope, self._account, arrival, self._remaining_seconds)
+        self._choice = self._make_choice(cluster, scope, self._account, arrival, self._remaining_seconds)
 
     @property
     def usage(self) -> pb.Usage:

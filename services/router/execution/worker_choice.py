@@ -66,12 +66,7 @@ class WorkerChoice:
         """
         cluster = self._cluster
         while True:
-            try:
-                await cluster.queue.turn(self._arrival, self._remaining_seconds())
-            except TimeoutError:
-                self._remaining_seconds()
-                metadata = {"tokens_emitted": str(self._account.usage.completion_tokens)}
-                raise no_decode_worker(cluster.workers, metadata) from None
+            await self._wait()
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await cluster.workers.ask_again(group.died_at)
@@ -80,13 +75,26 @@ class WorkerChoice:
                 self._record(group, placement)
                 return placement
 
+    async def _wait(self) -> None:
+        """Wait until a decode worker accepts requests."""
+        cluster = self._cluster
+        try:
+            await cluster.queue.turn(self._arrival, self._remaining_seconds())
+        except TimeoutError:
+            self._remaining_seconds()
+            metadata = {"tokens_emitted": str(self._account.usage.completion_tokens)}
+            raise no_decode_worker(cluster.workers, metadata) from None
+
+    async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
+        return await self._cluster.prefixes.look_up(group.token_ids, self._scope)
+
     async def _place(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement | None:
         """Return the workers that the planner chooses, or None if no decode worker accepts requests."""
         cluster = self._cluster
         start = cluster.clock()
         only = next_worker if next_worker is not None and next_worker.worker.can_serve else None
         if only is None:
-            prompt = await cluster.prefixes.look_up(group.token_ids, self._scope)
+            prompt = await self._look_up(group)
         else:
             cached = {only.worker.worker_id: only.num_cached_tokens}
             prompt = PlannedPrompt(len(group.token_ids), (), cached)

@@ -80,6 +80,12 @@ class RequestTimes:
             metrics.success.labels(_FINISH_NAMES[response.finish_reason]).inc()
             metrics.request_generation_tokens.observe(usage.completion_tokens)
 
+    def embedded(self) -> None:
+        """Record that the request was answered with embeddings, which count as its first token."""
+        self._ttft = self._clock() - self.arrival
+        self._metrics.e2e_latency.observe(self._ttft)
+        self._metrics.success.labels("stop").inc()
+
     def _tokens(self, index: int, num_tokens: int, now: float) -> None:
         if self._ttft is None:
             self._ttft = now - self.arrival

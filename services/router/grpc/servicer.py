@@ -6,16 +6,19 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Any
 
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
+from quire.services.requests.embeddings import validate_embeddings
 from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import ValidRequest, answers_of, validate
+from quire.services.requests.validation import Answers, ValidRequest, answers_of, validate
 from quire.services.router.execution.cluster import Cluster
+from quire.services.router.execution.embedding import EmbeddingRun, run_all
 from quire.services.router.execution.failures import deadline_exceeded, no_decode_worker
 from quire.services.router.execution.generation import GenerationRun
 from quire.services.router.grpc.batch import batch_answers, check_batch_size
@@ -142,6 +145,12 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             num_decode_workers=len(cluster.workers.live("decode")),
         )
 
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        """Return the embeddings of all texts in one message."""
+        headers = context.invocation_metadata()
+        async with self.calls.entered():
+            return await self.embed(request, CALLER.get(), self._deadline(context), headers)
+
     def check_ready(self) -> None:
         """Return if the model is known and a decode worker can serve a request now.
 
@@ -196,6 +205,46 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                     async for response in responses:
                         timer.sent(response)
                         yield response
+
+    async def embed(
+        self,
+        request: pb.EmbedRequest,
+        tenant: Tenant,
+        deadline: float,
+        headers: Headers = (),
+        fields: Sequence[str] = (),
+    ) -> pb.EmbedResponse:
+        """Return the embeddings of a tenant's texts, for gRPC and HTTP alike; see ``generate``.
+
+        The request takes as many places as texts run at a time, and is charged all its tokens at once. Errors
+        name the inputs by ``fields``, if there are any.
+        """
+        timer, metrics = RequestTimes(self._metrics, self._clock), self._metrics
+        num_at_once = max(1, min(len(request.inputs), self._admission.num_at_once(tenant, 1)))
+        admission = self._admission.admitted(tenant, deadline, Answers(num_at_once, "inputs"))
+        with self._tracer.span("request", headers) as span, timer.watching():
+            async with admission as allowance:
+                phases = RequestPhases(metrics.phases, span)
+                admitted = self._clock()
+                phases.record(Phase.ADMIT, timer.arrival, admitted)
+                cluster = await self.joined_cluster(deadline)
+                texts = await validate_embeddings(request, cluster.model, fields)
+                usage = pb.Usage(prompt_tokens=sum(len(text.prompt_token_ids) for text in texts))
+                await allowance.spend_prompt(usage.prompt_tokens)
+                phases.record(Phase.TOKENIZE, admitted, self._clock())
+                metrics.prompt_tokens.inc(usage.prompt_tokens)
+                metrics.request_prompt_tokens.observe(usage.prompt_tokens)
+                scope = CacheScope(tenant.name, request.cache_salt)
+                make = partial(EmbeddingRun, arrival=timer.arrival, spend=allowance.spend)
+                runs = [make(cluster, text, scope, deadline, phases) for text in texts]
+                name = texts[0].request_id
+                timer.describe(name, tenant.name, usage, span)
+                found = await run_all(runs, request.dimensions, num_at_once)
+                for count in ("cached_prompt_tokens", "retries", "blocks_pulled", "bytes_pulled"):
+                    setattr(usage, count, sum(getattr(run.usage, count) for run in runs))
+                timer.embedded()
+                embeddings = [pb.Embedding(values=found[at]) for at in range(len(runs))]
+                return pb.EmbedResponse(embeddings=embeddings, usage=usage, request_id=name)
 
     def tenant_of(self, headers: Headers) -> Tenant:
         """Return the tenant of a request, from its gRPC metadata or HTTP headers.
