@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from importlib import metadata
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent, TokenCount
 from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
 from quire.services.router.http.anthropic.writer import MessagesWriter, counting_messages
-from quire.services.router.http.openai import answer_bodies, requests
+from quire.services.router.http.openai import answer_bodies, embeddings, requests
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.completions import CompletionWriter
 from quire.services.router.http.openai.model_routes import ModelRoutes
@@ -49,6 +49,7 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
     model = ModelRoutes(servicer)
     turn = asyncio.Lock()
     return [
+        *_embedding_routes(embeddings.EmbeddingRoutes(servicer, turn)),
         Route(
             "POST",
             "/v1/completions",
@@ -147,6 +148,17 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
         ),
         Route("GET", "/metrics", _metrics(registry), "Prometheus metrics"),
     ]
+
+
+def _embedding_routes(handlers: embeddings.EmbeddingRoutes) -> Iterator[Route]:
+    """Yield the routes of embeddings, and of scores under all names by which clients know them."""
+    embed, score, rerank = "Turn texts into embeddings", "Compare texts", "Rank documents"
+    body, answer = embeddings.EmbeddingRequest, embeddings.Results
+    yield Route("POST", "/v1/embeddings", handlers.embeddings, embed, body, answer)
+    for path in ("/v1/score", "/score"):
+        yield Route("POST", path, handlers.score, score, embeddings.ScoreRequest, answer)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        yield Route("POST", path, handlers.rerank, rerank, embeddings.RerankRequest, embeddings.Ranking)
 
 
 async def _health(request: web.Request) -> web.Response:
