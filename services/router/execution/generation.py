@@ -67,6 +67,7 @@ class GenerationRun:
 
     One deadline, a reading of the cluster's clock, limits all attempts: every call carries the time left.
 
+    ``session`` names the conversation that the request is a turn of; it may be empty.
     ``spend`` charges computed tokens that were not charged in advance.
     """
 
@@ -80,12 +81,14 @@ class GenerationRun:
         deadline: float,
         phases: RequestPhases,
         *,
+        session: str,
         arrival: float,
         spend: Callable[[int], None],
     ) -> None:
         self._cluster = cluster
         self._request = request
         self._scope = scope
+        self._session = session
         self._deadline = deadline
         num_answers = request.params.num_sequences
         self._answers = [OutputAssembler(request, cluster.model.tokenizer, i) for i in range(num_answers)]
@@ -143,9 +146,17 @@ class GenerationRun:
                     response.usage.CopyFrom(self.usage)
                     for answer in self._answers:
                         self._cluster.planner.record_answer(len(answer.token_ids))
+                    self._record_turn()
                 yield response
                 if is_last:
                     return
+
+    def _record_turn(self) -> None:
+        prompt, answers = self._request.prompt_token_ids, self._answers
+        # Which of several answers the next prompt repeats is unknown.
+        answer = answers[0].token_ids if len(answers) == 1 else ()
+        turns, num_cached = self._cluster.metrics.turns, self.usage.cached_prompt_tokens
+        turns.record(self._scope.tenant, self._session, prompt, answer, num_cached)
 
     def _resume(self) -> None:
         for received in self._request.received:

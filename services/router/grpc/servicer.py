@@ -34,6 +34,7 @@ from quire.services.router.outputs.answer_size import (
 from quire.services.router.outputs.pieces import joined
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import CALLER, Authenticator, Headers, Tenant
+from quire.services.router.tenants.session_name import session_name
 from quire.services.router.workers.queue import shown
 from quire.services.server.phases import Phase, RequestPhases
 
@@ -176,7 +177,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
 
         Args:
             deadline: a reading of the clock.
-            headers: headers of the call, which may contain a trace id.
+            headers: headers of the call, which may contain a trace id and the name of the session.
             checked: is called once the request is validated; None: checks the size of its prompt logprobs.
 
         Raises:
@@ -197,8 +198,16 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 self._metrics.prompt_tokens.inc(request.num_input_tokens)
                 self._metrics.request_prompt_tokens.observe(request.num_input_tokens)
                 scope = CacheScope(tenant.name, request.cache_salt)
+                session = session_name(headers, generation.session)
                 run = GenerationRun(
-                    cluster, request, scope, deadline, phases, arrival=timer.arrival, spend=allowance.spend
+                    cluster,
+                    request,
+                    scope,
+                    deadline,
+                    phases,
+                    session=session,
+                    arrival=timer.arrival,
+                    spend=allowance.spend,
                 )
                 timer.describe(request.request_id, tenant.name, run.usage, span)
                 async with aclosing(run.stream()) as responses:

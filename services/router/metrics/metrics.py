@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from quire.kvindex.worker_record import ROLES
 from quire.services.router.config import SloTargets
 from quire.services.router.metrics.slo import SloMetrics
+from quire.services.router.metrics.turns import Turns
 from quire.services.server.phases import ROUTER_PHASES, PhaseMetrics
 from quire.services.server.tracing import Tracer
 
@@ -99,6 +100,7 @@ class RouterMetrics:
         )
         self._create_outcomes(registry)
         self._create_times(registry)
+        self.turns = Turns(registry)
         self._begin_at_zero()
 
     def _create_outcomes(self, registry: CollectorRegistry) -> None:

@@ -119,11 +119,11 @@ class GenerationFields(AnswerFields):
     typical_p: Annotated[float, limits("typical_p")] | None = None
 
     user: Ignored = None
-    metadata: Ignored = None
+    metadata: Annotated[Any, Field(description="session_id names the session, for metrics.")] = None
     store: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
+    prompt_cache_key: Annotated[Any, Field(description="Names the session, for metrics.")] = None
     prompt_cache_retention: Ignored = None
     spaces_between_special_tokens: Ignored = None
 

@@ -88,6 +88,8 @@ def answering(
         model = await servicer.joined_model(tenant)
         writer = writer_type(body, model, name, turn)
         generations, headers, sizes = writer.generations(), request.headers.items(), PromptLogprobs()
+        for each in generations:
+            each.session = body.session
 
         def checked(valid: ValidRequest) -> None:
             # The events of a stream have the logprobs of one prompt each.

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from quire.sampling.parameter import table
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.validation import MAX_STOP_STRING_CHARS
+from quire.services.router.tenants.session_name import session_in_body
 
 
 def limits(name: str, kind: type = SamplingParams) -> Any:
@@ -55,3 +56,9 @@ class AnswerFields(Body):
 
     stream: bool | None = None
     request_id: str | None = Field(None, description="For logs; instead of the header X-Request-Id.")
+
+    @property
+    def session(self) -> str:
+        """Name of the request's session; it is empty if the body gives none."""
+        # Not every API has both fields.
+        return session_in_body(getattr(self, "prompt_cache_key", None), getattr(self, "metadata", None))

@@ -53,6 +53,8 @@ VALUES: dict[str, Any] = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "request_id": "x",
+    "metadata": {"session_id": "x"},
+    "prompt_cache_key": "x",
 }
 """For each field, a value that differs from its default."""
 REFUSED = {"priority": 1}
@@ -67,7 +69,7 @@ def generation(**fields: Any) -> Any:
     more = {"n": 2, "use_beam_search": True} if "length_penalty" in fields else {}
     body = CompletionRequest.model_validate({"prompt": "x", **more, **fields})
     writer = CompletionWriter(body, Mock(), body.request_id or "r", asyncio.Lock())
-    return writer.generations()
+    return writer.generations(), body.session
 
 
 def attributes() -> set[str]:
