@@ -244,7 +244,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 metrics.prompt_tokens.inc(usage.prompt_tokens)
                 metrics.request_prompt_tokens.observe(usage.prompt_tokens)
                 scope = CacheScope(tenant.name, request.cache_salt)
-                make = partial(EmbeddingRun, arrival=timer.arrival, spend=allowance.spend)
+                make = partial(EmbeddingRun, arrival=timer.arrival, spend=allowance.spend, session="")
                 runs = [make(cluster, text, scope, deadline, phases) for text in texts]
                 name = texts[0].request_id
                 timer.describe(name, tenant.name, usage, span)

@@ -46,10 +46,17 @@ class Route(NamedTuple):
 
 def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
     """Return all routes of the HTTP API."""
-    model = ModelRoutes(servicer)
     turn = asyncio.Lock()
     return [
+        *_answer_routes(servicer, turn),
         *_embedding_routes(embeddings.EmbeddingRoutes(servicer, turn)),
+        *_model_routes(ModelRoutes(servicer)),
+        *_server_routes(servicer, registry),
+    ]
+
+
+def _answer_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
+    return [
         Route(
             "POST",
             "/v1/completions",
@@ -111,6 +118,22 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             CountTokensRequest,
             TokenCount,
         ),
+    ]
+
+
+def _embedding_routes(handlers: embeddings.EmbeddingRoutes) -> Iterator[Route]:
+    """Yield the routes of embeddings, and of scores under all names by which clients know them."""
+    embed, score, rerank = "Turn texts into embeddings", "Compare texts", "Rank documents"
+    body, answer = embeddings.EmbeddingRequest, embeddings.Results
+    yield Route("POST", "/v1/embeddings", handlers.embeddings, embed, body, answer)
+    for path in ("/v1/score", "/score"):
+        yield Route("POST", path, handlers.score, score, embeddings.ScoreRequest, answer)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        yield Route("POST", path, handlers.rerank, rerank, embeddings.RerankRequest, embeddings.Ranking)
+
+
+def _model_routes(model: ModelRoutes) -> list[Route]:
+    return [
         Route("GET", "/v1/models", model.models, "List the served model", answer=answer_bodies.ModelList),
         Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=answer_bodies.Model),
         Route(
@@ -136,6 +159,13 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
             "Special tokens and chat template",
             answer=answer_bodies.TokenizerInfo,
         ),
+    ]
+
+
+def _server_routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
+    return [
+        # Claude Code asks here whether there is a server.
+        Route("GET", "/", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
         Route("GET", "/version", _version, "The server's version", answer=answer_bodies.Version),
         Route("GET", "/health", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
         Route(
@@ -148,17 +178,6 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
         ),
         Route("GET", "/metrics", _metrics(registry), "Prometheus metrics"),
     ]
-
-
-def _embedding_routes(handlers: embeddings.EmbeddingRoutes) -> Iterator[Route]:
-    """Yield the routes of embeddings, and of scores under all names by which clients know them."""
-    embed, score, rerank = "Turn texts into embeddings", "Compare texts", "Rank documents"
-    body, answer = embeddings.EmbeddingRequest, embeddings.Results
-    yield Route("POST", "/v1/embeddings", handlers.embeddings, embed, body, answer)
-    for path in ("/v1/score", "/score"):
-        yield Route("POST", path, handlers.score, score, embeddings.ScoreRequest, answer)
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-        yield Route("POST", path, handlers.rerank, rerank, embeddings.RerankRequest, embeddings.Ranking)
 
 
 async def _health(request: web.Request) -> web.Response:

@@ -252,8 +252,6 @@ def _message(request: web.Request, error: web.HTTPException) -> str:
     """Return the message for an error of aiohttp's."""
     path = shortened(request.path)
     if isinstance(error, web.HTTPNotFound):
-        if _is_anthropic(request):
-            return f"{path} is not served: quire has no Messages API, only OpenAI's; use /v1/chat/completions"
         return f"there is no route {shortened(request.method)} {path}; GET /openapi.json lists the routes"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{path} takes {', '.join(sorted(error.allowed_methods))}, not {shortened(request.method)}"

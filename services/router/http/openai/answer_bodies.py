@@ -182,22 +182,30 @@ class ChatCompletionChunk(BaseModel):
 
 
 class Model(BaseModel):
-    """The served model."""
+    """The served model, in the forms of OpenAI's and of Anthropic's API together."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
     max_model_len: int
     sampling_defaults: dict[str, int | float]
     """Parameters that apply where a request sets none."""
 
 
 class ModelList(BaseModel):
-    """The list of served models, which has exactly one member."""
+    """The list of served models, which has exactly one member and therefore one page."""
 
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Tokens(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
@@ -32,7 +33,8 @@ class ModelRoutes:
     async def models(self, request: web.Request) -> web.Response:
         """Return the list of models, which has one member."""
         model = self._described(await self._model(None))
-        return json_response(ModelList(object="list", data=[model]))
+        names = {"first_id": model.id, "last_id": model.id}
+        return json_response(ModelList(object="list", data=[model], has_more=False, **names))
 
     async def model(self, request: web.Request) -> web.Response:
         """Return the description of the model that the path names."""
@@ -98,6 +100,11 @@ class ModelRoutes:
             object="model",
             created=self._started,
             owned_by="quire",
+            type="model",
+            display_name=model.name,
+            created_at=datetime.fromtimestamp(self._started, UTC).isoformat(),
+            max_input_tokens=model.max_model_len - 1,
+            max_tokens=model.max_model_len - 1,
             max_model_len=model.max_model_len,
             sampling_defaults=dict(model.sampling_defaults),
         )

@@ -57,7 +57,7 @@ _FIELDS: Mapping[str, str] = {
 }
 _FIELD_OF_QUIRE = re.compile(r"\b(?:sampling|stopping|response|format|chat)(?:\.[a-z_]+)+")
 ANTHROPIC_PATH = "/v1/messages"
-"""Path of Anthropic's API. quire does not serve it, and says so in a form that Anthropic's clients read."""
+"""Path of Anthropic's API, whose errors have a form of their own."""
 # Reasons of requests that would fail again: both clients repeat a 500 unless they are told not to.
 _FINAL = frozenset({REQUEST_FAILED.lower(), SUSPECTED.lower()})
 _MAX_FIELD_CHARS = 100
