@@ -118,8 +118,9 @@ INSIDE: Mapping[str, Mapping[str, set[str]]] = {
     },
     "quire.services.router.http": {
         "shared": set(),
+        "anthropic": {"shared"},
         "openai": {"shared"},
-        "routes": {"openai", "shared"},
+        "routes": {"anthropic", "openai", "shared"},
         "openapi": {"routes", "shared"},
         "server": {"openapi", "routes", "shared"},
     },

@@ -160,7 +160,7 @@ class PromptFields(AnswerFields):
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     cache_control: Ignored = None
-    metadata: Ignored = None
+    metadata: dict[str, Any] | None = Field(None, description="session_id names the session.")
     speed: Literal["standard"] | None = None
     inference_geo: Ignored = None
     service_tier: Ignored = None

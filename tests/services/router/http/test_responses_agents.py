@@ -33,7 +33,7 @@ async def test_an_agent_calls_its_tool_and_answers(streams: bool) -> None:
 
     async def answer(request: httpx2.Request) -> httpx2.Response:
         body = _parse(request.content, ResponseRequest)
-        model: Any = SimpleNamespace(name="demo", tokenizer=None)
+        model: Any = SimpleNamespace(name="demo", tokenizer=SimpleNamespace(text_of=str))
         writer = ResponseWriter(body, model, f"r{len(prompts)}", asyncio.Lock())
         message = pb.GenerateStreamResponse(
             pieces=ANSWERS[len(prompts)], usage=pb.Usage(prompt_tokens=5, completion_tokens=3)

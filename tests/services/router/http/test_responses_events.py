@@ -78,7 +78,7 @@ def messages(parts: Sequence[Part], cuts: Sequence[int] = (), **last: Any) -> li
 
 def writer(**fields: Any) -> ResponseWriter:
     body = ResponseRequest.model_validate({"input": "hi", "tools": TOOLS, **fields})
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: "\ufffd" if ids == [9] else f"<{ids[0]}>")
+    tokenizer = SimpleNamespace(text_of=lambda token: "\ufffd" if token == 9 else f"<{token}>")
     model: Any = SimpleNamespace(name="demo", tokenizer=tokenizer)
     return ResponseWriter(body, model, "r1", asyncio.Lock())
 

@@ -119,7 +119,7 @@ CODEX: dict[str, Any] = {
 def writer(body: Any) -> ResponseWriter:
     """Return the writer of a body, which was read as the server reads it."""
     request = _parse(json.dumps(body).encode(), ResponseRequest)
-    model: Any = SimpleNamespace(name="tiny", tokenizer=None)
+    model: Any = SimpleNamespace(name="tiny", tokenizer=SimpleNamespace(text_of=str))
     return ResponseWriter(request, model, "r1", asyncio.Lock())
 
 
