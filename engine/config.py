@@ -1,4 +1,4 @@
-"""The settings of an engine, which ``LLM`` and the workers have in common; importing this loads no torch."""
+"""The settings of an engine, for both ``LLM`` and the workers. Importing this file does not load torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "int8", "int4"]
 
 MAX_RANKS = 8
-"""Most processes that a model can be divided among."""
+"""Largest number of processes that a model can be divided among."""
 MAX_SPECULATIVE_TOKENS = 16
-"""Most draft tokens per step: all of them are computed, and the later ones are seldom right."""
+"""Most draft tokens of a sequence per step. Each costs computation, and later ones are rarely accepted."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class EngineConfig:
             )
 
     def name_of(self, field: str) -> str:
-        """Return what error messages call a field: here its name, which is also the keyword of ``LLM``."""
+        """Return the name of a field in error messages: here the field's own name, as ``LLM`` takes it."""
         return field
 
     @property

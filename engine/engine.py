@@ -51,7 +51,7 @@ class EngineParts:
     """The parts that not every engine has.
 
     Attributes:
-        listener: is notified which blocks are cached.
+        listener: is notified when blocks become cached and when they are evicted.
         swap_memory: host blocks for preempted groups; None means that there are none.
         host_cache: keeps the blocks that the pool evicts; None means that they are discarded.
         disk_cache: keeps the blocks that the host cache evicts; needs a host cache.
@@ -92,11 +92,12 @@ class StepLogits(NamedTuple):
 
 
 class Engine:
-    """Runs sequences over paged KV blocks. Not thread-safe: one thread owns it.
+    """Runs sequences over paged KV blocks. It is not thread-safe: one thread owns it.
 
-    Its parts are public: what concerns one of them is asked of it, as in ``engine.pins.unpin(name)``. The
-    engine itself has what concerns several. ``transfers`` has the requests whose prompts another worker
-    computes. Call its ``grant_blocks`` after any call that may free blocks; ``step`` does so itself.
+    Its parts are public, so callers use them directly, as in ``engine.pins.unpin(name)``. The engine itself
+    only has the operations that involve several parts. Requests whose prompts another worker computes are in
+    ``transfers``. After any call that may free blocks, call ``transfers.grant_blocks``; ``step`` does so
+    itself.
 
     Args:
         model: the model.
@@ -148,7 +149,10 @@ class Engine:
         self._on_schedule: Callable[[Schedule], None] | None = None
         self.step_seconds = StepSeconds()
         self.num_stepped = 0
-        """Sequences that the last step computed, including beams of a beam search, which bring one update."""
+        """Sequences that the last step computed.
+
+        Each beam counts, although a beam search gives only one update.
+        """
         self.num_step_tokens = 0
         """Tokens that the last step computed."""
         self._clock = parts.clock
@@ -167,7 +171,7 @@ class Engine:
 
     @property
     def oldest_pin_seconds(self) -> float:
-        """How many seconds the oldest of ``num_pinned_blocks`` has been held; 0 if there are none."""
+        """Seconds for which the oldest of ``num_pinned_blocks`` has been held; 0 if there are none."""
         sequences = (s for group in self.groups.values() for s in group.sequences)
         begun_at = [s.finished_at for s in sequences if s.status.is_finished and s.block_table]
         if self.pins.oldest_begun_at is not None:
@@ -223,7 +227,7 @@ class Engine:
         self._on_schedule = on_schedule
 
     def pin(self, name: str, block_hashes: Items[bytes]) -> list[int]:
-        """Begin a pin with the leading blocks that are in the pool or in host memory; return their ids."""
+        """Pin the leading blocks that are in the pool or in host memory; return their ids."""
         if self.tiers is not None:
             self.tiers.promote_into(self.pool, block_hashes)
         return self.pins.pin(name, block_hashes)
@@ -237,9 +241,10 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceUpdate]:
-        """Compute one batch and return an update for each of its sequences; one for all unfinished beams."""
+        """Compute one batch; return an update for each of its sequences, and one for all unfinished beams."""
         updates = self._step()
-        # This is needed even without a batch: a group that found no blocks may have given up its own.
+        # This is needed even without a batch: blocks may be free now because a group that did not fit was
+        # preempted.
         self.transfers.grant_blocks()
         while not self.num_stepped and self.transfers.end_deadlocked():
             updates = self._step()
@@ -330,7 +335,7 @@ class Engine:
 
 
 def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | None = None) -> int:
-    """Return the most tokens of a sequence, which the model, the pool and ``max_model_len`` limit.
+    """Return the most tokens of a sequence that the model, the pool and ``max_model_len`` allow.
 
     With a sliding window in every layer, the pool need not hold a whole sequence.
     """

@@ -1,7 +1,7 @@
 """Runs an engine in a dedicated thread, for asyncio services.
 
-The event loop never touches the engine. It sends commands, which run between steps, and reads the updates of
-each step, which are handed over once for the whole batch.
+The event loop never touches the engine. It sends commands, which run between two steps. The thread passes the
+updates of a whole batch to the event loop in one call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from quire.engine.sequences.sequence import SequenceUpdate
 
 T = TypeVar("T")
 Receive = Callable[[SequenceUpdate | Exception], None]
-"""Takes what happens to a request; called in the event loop, and must not raise."""
+"""Receives the updates of a request, or the error that ends it.
+
+It is called in the event loop and must not raise.
+"""
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 5.0
@@ -47,8 +50,8 @@ class EngineThread:
         on_step: called in the engine's thread after each step, for metrics, with the engine and the number of
             sequences in the step.
         on_failure: called in the event loop, once, if the engine fails or is stuck.
-        on_stall: called in the event loop with whether the engine is stalled, each time that this changes.
-        watch: says whether the thread makes progress; None means that it is never taken for stuck.
+        on_stall: called in the event loop when the engine stalls (True) and when it recovers (False).
+        watch: detects whether the thread is stuck; None disables this check.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class EngineThread:
             self._is_stopping = True
             self._wake.notify()
 
-    # --- whether the thread moves -------------------------------------------------------------------------
+    # --- whether the thread is stuck ----------------------------------------------------------------------
 
     @property
     def is_stalled(self) -> bool:
@@ -105,7 +108,7 @@ class EngineThread:
         return self._watch.is_stalled
 
     async def watch(self) -> None:
-        """Observe the thread until it is stuck, then fail everything that waits for it and return."""
+        """Observe the thread until it is stuck. Then fail all commands and subscribed requests."""
         was_stalled = False
         while not self._watch.is_stuck:
             await asyncio.sleep(TICK_SECONDS)
@@ -119,7 +122,7 @@ class EngineThread:
         self.give_up(EngineFailedError(f"the engine is stuck: its step has taken {seconds:.0f} s"))
 
     def give_up(self, failure: EngineFailedError) -> None:
-        """Fail everything that waits for the thread, and let it end after its current step."""
+        """Fail all commands and subscribed requests, and let the thread end after its current step."""
         self._refuse_commands()
         self._fail_commands(failure)
         self._deliver_failure(failure)
@@ -177,7 +180,7 @@ class EngineThread:
         return future
 
     def subscribe(self, attempt_id: str, receive: Receive) -> None:
-        """Call ``receive`` with each of the request's updates; an exception, if one arrives, is the last."""
+        """Call ``receive`` with each update of the request. An exception is always the last value."""
         self._receivers[attempt_id] = receive
 
     def is_subscribed(self, attempt_id: str) -> bool:
@@ -252,7 +255,7 @@ class EngineThread:
                 return True
 
     def _plan(self, schedule: Schedule) -> None:
-        # The time of a swap is not that of the tokens.
+        # A step that swaps blocks takes longer than its tokens account for.
         if not (schedule.num_swapped_blocks or schedule.promotions):
             self._watch.plan(schedule.kind)
 

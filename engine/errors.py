@@ -1,4 +1,4 @@
-"""The errors of requests: those that refuse one at its arrival, and those that end one in a step.
+"""The errors of requests: some refuse a request when it arrives, others end it in a step.
 
 The engine goes on with the other requests in either case.
 """
@@ -31,8 +31,8 @@ class NoTokenLeftError(RequestFailedError):
     """The rules of a request forbid every token.
 
     Attributes:
-        field: the rule that forbids every token that the other rules allow: ``format``,
-            ``allowed_token_ids``, ``bad_words`` or ``min_tokens``.
+        field: the rule that forbids all remaining tokens: ``format``, ``allowed_token_ids``, ``bad_words`` or
+            ``min_tokens``.
         problem: the rest of the message, after the field's name.
     """
 
@@ -44,7 +44,7 @@ class NoTokenLeftError(RequestFailedError):
 
 
 def request_error(error: Exception) -> RequestFailedError:
-    """Return an exception as the error of the request that it ends."""
+    """Convert an exception to the error of the request that it ends."""
     if isinstance(error, RequestFailedError):
         return error
     return RequestFailedError(f"{type(error).__name__}: {error}")
@@ -52,7 +52,7 @@ def request_error(error: Exception) -> RequestFailedError:
 
 @contextmanager
 def failing_request(attempt_id: str) -> Iterator[None]:
-    """Raise an exception of the block as a RequestFailedError; log it unless it is one already."""
+    """Convert any exception in the block to a RequestFailedError; log it unless it already is one."""
     try:
         yield
     except RequestFailedError:
@@ -77,7 +77,7 @@ class RequestFailures:
 
     @contextmanager
     def catch(self, attempt_id: str) -> Iterator[None]:
-        """Keep an exception of the block as the failure of this request only."""
+        """Catch any exception in the block, and record it as the failure of this request only."""
         try:
             with failing_request(attempt_id):
                 yield

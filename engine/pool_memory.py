@@ -17,10 +17,10 @@ from quire.kvindex.kv_layout import KvShape
 from quire.settings.setting import SettingError
 
 CPU_KV_BYTES = 256 << 20
-"""Default size of a pool on the CPU, in bytes: 16k tokens of the largest model that one would run there."""
+"""Default size of a pool on the CPU, in bytes: 16k tokens of the largest model that is practical on a CPU."""
 
 GPU_KV_SHARE = 0.8
-"""Share of the free memory of a process's part of a GPU, once the model is loaded, that KV blocks take.
+"""Share of a GPU's free memory after loading the model, or of a process's part of it, for KV blocks.
 
 The rest is for the forward pass.
 """
@@ -37,12 +37,13 @@ def allocate_pool(
 ) -> KvMemory:
     """Return the memory of the block pool.
 
-    By default it takes a share of what the device has, and leaves room for as many blocks of a draft model.
+    By default its size is a share of the device's memory, with room for the same number of draft model
+    blocks.
 
     Args:
         num_sharing_gpu: number of processes that share the GPU in equal parts.
-        share: returns memory of some bytes that other processes can map, for a pool on the CPU; None means
-            that they cannot map it.
+        share: allocates a given number of bytes that other processes can map, for a pool on the CPU; None
+            means private memory.
 
     Raises:
         SettingError: the pool would hold fewer than two blocks, or more than the machine's memory; or
@@ -93,14 +94,14 @@ def default_num_blocks(
     if device.type == "cpu":
         return CPU_KV_BYTES // shape.block_bytes
     num_free, num_bytes = torch.cuda.mem_get_info(device)
-    # Another process that is starting now may take its part of the memory that is still free.
+    # Another process that starts at the same time may still need its part of the free memory.
     num_ours = num_bytes // num_sharing_gpu - torch.cuda.memory_reserved(device)
     draft_bytes = 0 if draft_shape is None else draft_shape.block_bytes
     return int(max(0, min(num_free, num_ours)) * GPU_KV_SHARE) // (shape.block_bytes + draft_bytes)
 
 
 def host_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory of this machine, or what its container may use if that is less."""
+    """Return the memory of this machine, or the limit of its container if that is lower."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         # Without a limit, the file of version 2 says "max".

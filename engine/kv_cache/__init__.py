@@ -1,1 +1,1 @@
-"""The memory of KV blocks and its ledger: pool, pins, swap space and lower tiers; knows no sequence."""
+"""The memory of KV blocks and its ledger: pool, pins, swap space and lower tiers. It knows no sequences."""

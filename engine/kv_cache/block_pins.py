@@ -27,7 +27,7 @@ class BlockPins:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of all pins; a block of several pins counts once for each."""
+        """Number of pinned blocks; a block that several pins hold counts once for each."""
         return sum(map(len, self._tables.values()))
 
     @property
@@ -41,7 +41,10 @@ class BlockPins:
         return {block_id for table in self._tables.values() for block_id in table}
 
     def pin(self, name: str, block_hashes: Sequence[bytes]) -> list[int]:
-        """Pin the leading blocks that are in the pool; return their ids. Without any, no pin begins."""
+        """Pin the leading blocks that are in the pool, and return their ids.
+
+        If there are none, do not begin a pin.
+        """
         if name in self._tables:
             raise ValueError(f"pin {name} is already here")
         block_ids = self._pool.look_up(block_hashes)
@@ -63,7 +66,7 @@ class BlockPins:
         return block_ids
 
     def seal(self, name: str, first_index: int, block_hashes: Sequence[bytes]) -> None:
-        """Make a pin's blocks from ``first_index`` on, which have been written, reusable by any sequence."""
+        """Make a pin's written blocks from ``first_index`` on reusable by any sequence."""
         table = self._tables[name]
         parent_hash = self._pool.hash_of(table[first_index - 1]) if first_index else None
         for index, block_hash in enumerate(block_hashes, first_index):

@@ -25,26 +25,32 @@ class NoFreeBlocksError(Exception):
 
 
 class BlockListener(Protocol):
-    """Is notified which block hashes the pool holds. Called from the engine's thread; must not block."""
+    """Is notified of changes to the cached block hashes.
+
+    It is called in the engine's thread and must not block.
+    """
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None) -> None:
-        """Record that consecutive blocks of a chain became reusable.
+        """Record that consecutive blocks of a prompt became reusable.
 
-        ``parent_hash`` belongs to the block before the first of them; None means that they begin a prompt.
+        ``parent_hash`` is the hash of the block before the first one; None if the first one begins a prompt.
         """
 
     def removed(self, block_hashes: Sequence[bytes]) -> None:
-        """Record that blocks were evicted, given with children before parents."""
+        """Record that blocks were evicted; children are listed before their parents."""
 
 
 class LowerTiers(Protocol):
-    """The cache tiers that may keep evicted blocks. They call the listener instead of the pool."""
+    """The cache tiers that may keep evicted blocks.
+
+    If they exist, they call the listener and the pool does not.
+    """
 
     def on_block_sealed(self, block_hash: bytes, parent_hash: bytes | None) -> None:
         """Record that a block of the pool became reusable."""
 
     def on_blocks_evicted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Take over blocks (id, hash) that leave the pool, given with children before parents.
+        """Take over blocks (id, hash) that the pool evicts; children are listed before their parents.
 
         The blocks of the pool hold their content until this call returns.
         """
@@ -76,10 +82,10 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._parent_of: dict[bytes, bytes] = {}
         self._children: dict[bytes, set[bytes]] = {}
-        # Blocks with no references; the first is the next to be reused. An OrderedDict is a doubly linked
-        # list with O(1) removal from the middle, which a prefix hit needs. Empty blocks go to its front, so
-        # no reusable block is evicted while an empty one is left. Tables are freed from their ends, so the
-        # order is LRU and a child is evicted before its parent.
+        # Blocks without references. The first one is reused next. An OrderedDict is a doubly linked list with
+        # O(1) removal from the middle, which a prefix hit needs. Empty blocks go to its front, so no reusable
+        # block is evicted while an empty one is left. A table's last blocks are freed first. The order is
+        # thus LRU, and a child is evicted before its parent.
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_cached = 0
 
@@ -99,10 +105,10 @@ class BlockPool:
         return self._ref_cnt[block_id]
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks with one reference each, evicting the least recently used cached ones if need be.
+        """Allocate blocks with one reference each; evict the least recently used cached blocks if necessary.
 
         Raises:
-            NoFreeBlocksError: fewer than ``num_blocks`` are without references.
+            NoFreeBlocksError: fewer than ``num_blocks`` blocks have no references.
         """
         if num_blocks > len(self._unused):
             raise NoFreeBlocksError(
@@ -125,7 +131,8 @@ class BlockPool:
     def _forget(self, block_hash: bytes) -> list[tuple[int, bytes]]:
         """Forget the hashes of a block and of all its descendants; return ids and hashes, children first.
 
-        A sequence that freed its first blocks may still hold later ones, which no prompt can find any more.
+        A sequence that freed its first blocks may still hold later blocks, but no prompt can find those any
+        more.
         """
         family = [block_hash]
         for member in family:
@@ -145,7 +152,7 @@ class BlockPool:
         return forgotten
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to each block, reviving cached ones."""
+        """Add a reference to each block; a cached block becomes used again."""
         for block_id in block_ids:
             if self._ref_cnt[block_id] == 0:
                 del self._unused[block_id]
@@ -209,7 +216,10 @@ class BlockPool:
         return self._hash_of[block_id]
 
     def generation(self, block_id: int) -> int:
-        """Return how often the block was allocated; while this stays, a sealed block has the same bytes."""
+        """Return how often the block was allocated.
+
+        While this number is unchanged, a sealed block keeps its bytes.
+        """
         return self._generation[block_id]
 
     def look_up(self, block_hashes: Sequence[bytes]) -> list[int]:

@@ -6,10 +6,10 @@
     <folder>/lock              held while a worker uses the folder
     <folder>/<block hash>.kv   magic (8) | parent hash (16, zeros: none) | digest (8) | the block's bytes
 
-The digest is XXH3-64 of parent and bytes, seeded with the block hash, so a file with another block's name
-fails the check. A file is written under a temporary name and renamed. Nothing is flushed: the digest detects
-files that a crash left half-written. Only the engine's thread uses the ledger; threads of this cache read,
-write and remove the files.
+The digest is XXH3-64 of the parent hash and the bytes, seeded with the block hash, so a file under another
+block's name fails the check. A file is written under a temporary name and renamed. Nothing is flushed: the
+digest detects files that a crash left half-written. Only the engine's thread uses the ledger. Other threads,
+which this cache starts, read, write and remove the files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NO_PARENT = bytes(HASH_BYTES)
 _SUFFIX, _UNFINISHED = ".kv", ".tmp"
 
 MAX_PENDING_BYTES = 64 << 20
-"""Most bytes of blocks that wait to be written; beyond this, evicted blocks are dropped."""
+"""Most bytes of blocks in the write queue; when it is full, evicted blocks are dropped."""
 FAILED_SECONDS = 5.0
-"""How long no block is written after a write that failed: a full disk stays full for a while."""
+"""Seconds without writes after a failed write: a full disk is probably still full."""
 NUM_READERS = 2
 
 
@@ -49,7 +49,7 @@ class DiskCacheError(OSError):
 
 
 class FileProblem(Exception):
-    """A file does not hold its block; ``reason`` is "truncated" or "corrupt", a label of the metrics."""
+    """A file does not contain its block. ``reason``, a label of the metrics, is "truncated" or "corrupt"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -84,8 +84,8 @@ class DiskCache:
         block_bytes: bytes of a block.
         identity: names everything that must be equal for old blocks to be valid: the model, the layout and
             the keys of the hashes.
-        writer: runs writes and removals, one after the other, so that a file that is removed and then written
-            again ends up written.
+        writer: runs writes and removals in their order, so a file that is removed and then written again
+            exists at the end.
         reader: runs reads.
         clock: returns seconds that never go back.
 
@@ -139,7 +139,7 @@ class DiskCache:
         return len(self._hashes)
 
     def subscribe(self, on_read: Callable[[], None]) -> None:
-        """Call ``on_read`` in a thread of this cache each time that a read has ended."""
+        """Call ``on_read`` in one of this cache's threads after each read."""
         self._on_read.append(on_read)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class DiskCache:
         return len(self._pending) < self._max_pending and self._clock() >= self._paused_until
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark a chain's blocks as the most recently used, so that children are evicted before parents."""
+        """Mark a prompt's blocks as the most recently used, in an order that evicts children first."""
         for each in reversed(block_hashes):
             if each in self._hashes:
                 self._hashes.move_to_end(each)
@@ -192,7 +192,7 @@ class DiskCache:
                 finished = self._finished.get_nowait()
             except Empty:
                 return
-            # A block that was removed and stored again still waits for its later write.
+            # If the block was removed and stored again meanwhile, its second write is still pending.
             if finished.written is not None and self._pending.get(finished.block_hash) is finished.written:
                 del self._pending[finished.block_hash]
             if finished.written is not None and finished.failure:
@@ -247,7 +247,7 @@ class DiskCache:
             raise FileProblem("corrupt")
 
     def _recover(self, identity: str) -> dict[bytes, bytes | None]:
-        """Take over the blocks of an earlier process with the same identity; return the parent of each.
+        """Adopt the blocks of an earlier process with the same identity; return the parent of each.
 
         The oldest files come first in the order of eviction. All other files are removed.
         """
@@ -315,7 +315,7 @@ def _read_header(header: bytes) -> tuple[bytes, int]:
     """Return the parent hash and the digest in a header.
 
     Raises:
-        FileProblem: the bytes are no header of this format.
+        FileProblem: the bytes are not a header of this format.
     """
     if len(header) != _HEADER.size:
         raise FileProblem("truncated")

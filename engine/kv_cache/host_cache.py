@@ -1,4 +1,4 @@
-"""The cache tier below the pool: blocks in host memory, of which the least recently used is evicted first."""
+"""The cache tier below the pool: blocks in host memory. The least recently used block is evicted first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from quire.engine.kv_cache.swap_space import SwapSpace
 
 
 class HostCache(SwapSpace):
-    """Blocks by hash in host memory; a host block that was allocated belongs to the caller until it is added.
+    """Blocks in host memory, by hash.
+
+    The caller owns a host block from its allocation until it is added here.
 
     With a GPU the memory is pinned, and copies are queued on a stream of the device, in order with the steps,
     so the host does not wait for them. Only ``payload``, which gives the CPU access to a block's bytes, waits
@@ -39,7 +41,7 @@ class HostCache(SwapSpace):
         self._host_ids[block_hash] = host_id
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark a chain's blocks as the most recently used, so that children are evicted before parents."""
+        """Mark a prompt's blocks as the most recently used, in an order that evicts children first."""
         for each in reversed(block_hashes):
             if each in self._host_ids:
                 self._host_ids.move_to_end(each)
@@ -77,7 +79,7 @@ class HostCache(SwapSpace):
             self._record_copy(target, host_id)
 
     def payload(self, host_id: int) -> memoryview:
-        """Return a host block's bytes, not a copy, once the CPU may read and write them."""
+        """Wait until the CPU may read and write a host block; return its bytes, not a copy."""
         if (copied := self._copied.pop(host_id, None)) is not None:
             copied.synchronize()
         return self.memory.payload(host_id)

@@ -23,7 +23,7 @@ class KvMemory:
     the GPU and pinned host memory use this stream too, and a step waits only for the blocks that it needs.
 
     Args:
-        shared: memory on the CPU for the blocks, which other processes may map; None means private memory.
+        shared: CPU memory for the blocks that other processes may map; None means private memory.
         own_heads: the KV heads that this process computes, if a model is divided among processes that share
             the blocks; None means all.
 
@@ -94,10 +94,10 @@ class KvMemory:
             return self._bytes[block_id].cpu().numpy().tobytes()
 
     def write(self, block_id: int, payload: Buffer) -> Buffer:
-        """Overwrite a block's bytes. This is safe during a step if no sequence in the batch reads the block.
+        """Overwrite a block's bytes. During a step this is safe if no sequence in the batch reads the block.
 
-        The copy releases the GIL. On the CPU the result is the block's bytes as they are now, on a GPU the
-        payload.
+        The copy releases the GIL. The result is a view of the block's bytes on the CPU, and the payload on a
+        GPU.
 
         Raises:
             ValueError: the payload is not one block long, or a scale in it is not a positive number.
@@ -116,7 +116,7 @@ class KvMemory:
         return payload
 
     def _check_scales(self, payload: Buffer) -> None:
-        """Raise ValueError unless each scale of a block is a positive normal number, to divide tokens by."""
+        """Raise ValueError unless each scale of a block, a divisor, is a positive normal number."""
         scales = np.frombuffer(payload[self.shape.scales], np.float32)
         if not (np.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)).all():
             raise ValueError("a stored scale of the block is not a positive number")
@@ -126,11 +126,11 @@ class KvMemory:
         return self._bytes[block_id].numpy().data
 
     def payload_or_copy(self, block_id: int) -> Buffer:
-        """Return the bytes of a block: themselves on the CPU, a copy on a GPU. See ``read`` for safety."""
+        """Return a block's bytes: a view on the CPU, a copy on a GPU. ``read`` says when this is safe."""
         return self.payload(block_id) if self._stream is None else self.read(block_id)
 
     def copies_event(self) -> torch.cuda.Event | None:
-        """Return an event that occurs when all copies to and from the host so far are made.
+        """Return an event that occurs when all queued copies to and from the host are complete.
 
         On the CPU it is None, since each copy is complete when its call returns.
         """
@@ -167,7 +167,7 @@ class KvMemory:
         if self._stream is None:
             ops.gather_blocks(host._bytes, host_ids, staging)
         else:
-            # The step may still be reading a tensor that had the staging memory before.
+            # The step may still read an earlier tensor at the same address as the staging memory.
             self._stream.wait_stream(torch.cuda.current_stream())
             with self._beside_the_step():
                 for row, host_id in zip(staging, host_ids.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""The blocks that a worker has in any tier, as a forest: a block is removed with its parent."""
+"""The blocks that a worker has in any tier, as a forest. When a block is removed, so are its children."""
 
 from __future__ import annotations
 

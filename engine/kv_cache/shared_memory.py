@@ -1,4 +1,4 @@
-"""Memory that other processes may map (memfd_create(2)), and once it is sealed only read (fcntl(2))."""
+"""Memory that other processes may map (memfd_create(2)), but only read once it is sealed (fcntl(2))."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 F_SEAL_FUTURE_WRITE = 0x10
-"""Number from linux/fcntl.h: no new mapping may write. Linux has it since 5.1, Python has no name for it."""
+"""Seal that forbids new writable mappings, since Linux 5.1. Python has no name for it (linux/fcntl.h)."""
 SEALS = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -26,7 +26,7 @@ class SharedMemory(NamedTuple):
 def allocate_shared(num_bytes: int) -> SharedMemory:
     """Return memory that other processes may only read.
 
-    The descriptor stays open as long as the process: the pool of a worker lives that long.
+    The descriptor is never closed, since a worker's pool exists as long as its process.
 
     Raises:
         OSError: the system has no such memory.
@@ -43,7 +43,7 @@ def allocate_shared(num_bytes: int) -> SharedMemory:
 
 
 def create_shared() -> int:
-    """Return the descriptor of shared memory of 0 bytes, which ``os.ftruncate`` gives its size.
+    """Return the descriptor of shared memory of 0 bytes; ``os.ftruncate`` sets its size.
 
     Raises:
         OSError: the system has no such memory.
@@ -54,7 +54,7 @@ def create_shared() -> int:
 
 
 def map_shared(descriptor: int) -> SharedMemory:
-    """Return shared memory as a tensor of uint8 to read and write; pages are taken when first written.
+    """Return shared memory as a writable tensor of uint8. The system allocates a page at its first write.
 
     Raises:
         OSError: the memory is sealed.
@@ -68,5 +68,5 @@ def map_shared(descriptor: int) -> SharedMemory:
 
 
 def seal_shared(descriptor: int) -> None:
-    """Let new mappings only read, and the size never change; mappings that exist may still write."""
+    """Make new mappings read-only, and fix the size; existing mappings may still write."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 _FIRST_COPY_BYTES_PER_SECOND = 2e9
-"""Speed of copies that is assumed until the first swap has been measured."""
+"""Assumed speed of copies until the first swap has been measured."""
 _MIN_TOKENS = 32
-"""Fewest tokens of a step that is measured; smaller steps say little about recomputing a prompt."""
+"""Smaller steps are not measured, since they say little about the time to recompute a prompt."""
 _WEIGHT = 0.2
 """Weight of the latest measurement in the running mean."""
 

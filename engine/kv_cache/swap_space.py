@@ -1,4 +1,4 @@
-"""The ledger of host blocks, which hold the content of preempted groups and of the host cache."""
+"""The ledger of host blocks. They contain the blocks of preempted groups and of the host cache."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class SwapSpace:
         return len(self._free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks and return their ids; the caller has checked ``num_free``."""
+        """Allocate blocks and return their ids; the caller has checked ``num_free``."""
         taken = self._free[:num_blocks]
         del self._free[:num_blocks]
         return taken
 
     def free(self, host_ids: Sequence[int]) -> None:
-        """Give blocks back; they can be allocated immediately."""
+        """Free blocks; they can be allocated immediately."""
         self._free += host_ids
 
     def free_after_step(self, host_ids: Sequence[int]) -> None:
-        """Give blocks back once the current step has copied them."""
+        """Free blocks once the current step has copied them."""
         self._freed_after_step += host_ids
 
     def end_step(self) -> None:

@@ -7,9 +7,9 @@
 
 A block is in the pool or in host memory, never in both. When it is read from disk, its file is kept. The
 listener is notified when the first tier gets a block, and when the last tier drops it. Each tier evicts its
-least recently used block first. A chain's blocks are touched with children before parents, so children are
-evicted first. If a block must go before its children (its file cannot be written or read), they are dropped
-with it: every cached block has its whole prefix cached.
+least recently used block first. Children are marked as used before their parents, so they are evicted first.
+If a block is lost before its children because its file cannot be written or read, the children are dropped
+with it. Every cached block thus has its whole prefix cached.
 
 Eviction copies a block immediately, because the block's next user may write it from another thread. The copy
 back into the pool is planned with the step's other moves, or made immediately between two steps.
@@ -34,7 +34,7 @@ MAX_LOADING_SHARE = 0.5
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts the operations of the tiers, in blocks. The keys are tiers, or reasons of disk errors."""
+    """Counts the operations of the tiers, in blocks, by tier or by the reason of a disk error."""
 
     hits: Counter[str] = field(default_factory=Counter)
     """Blocks that prompts did not have to compute, by the tier that had them."""
@@ -98,7 +98,7 @@ class CacheTiers:
         self._listener = listener
         self._tree = PrefixTree()
         self._pooled: set[bytes] = set()
-        """Hashes of the pool's blocks, including those that this step copies there."""
+        """Hashes of the pool's blocks, including blocks that this step copies into the pool."""
         self._loading: dict[bytes, _Load] = {}
         self._loaded: set[bytes] = set()
         """Hashes of blocks in host memory that were read from disk and have not been used since."""
@@ -106,7 +106,7 @@ class CacheTiers:
             self._take_over(disk)
 
     def _take_over(self, disk: DiskCache) -> None:
-        """Take over the blocks of an earlier process that are on disk with all their parents."""
+        """Adopt the blocks of an earlier process on disk, if all their parents are there too."""
         children: dict[bytes | None, list[bytes]] = {}
         for block_hash, parent_hash in disk.parents.items():
             children.setdefault(parent_hash, []).append(block_hash)
@@ -199,7 +199,7 @@ class CacheTiers:
     def _make_room_on_disk(self, block_hash: bytes) -> bool:
         """Return whether a block is to be written to disk.
 
-        This may drop the disk's oldest block with its descendants, and the given block may be one of them.
+        This may drop the disk's oldest block with its descendants, and the given block may be among these.
         """
         if self.disk is None or block_hash in self.disk or not self.disk.can_store:
             return False
@@ -234,7 +234,7 @@ class CacheTiers:
         return sum(1 for _ in takewhile(self.host.__contains__, block_hashes))
 
     def begin_promotion(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Return the host blocks of blocks that this step copies into the pool and seals there."""
+        """Take blocks out of host memory for this step's copies into the pool; return their host blocks."""
         for each in block_hashes:
             tier = "disk" if each in self._loaded else "host"
             self._loaded.discard(each)
@@ -249,10 +249,10 @@ class CacheTiers:
         self.host.end_step()
 
     def promote_into(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> None:
-        """Copy the blocks of a chain that are in host memory into the pool, as far as there is room.
+        """Copy a prompt's blocks from host memory into the pool, as far as there is room.
 
-        Call this only between steps: within a step, the pool's blocks that this overwrites may still have to
-        be copied elsewhere.
+        Call this only between steps: this overwrites blocks of the pool, which a step may not have copied
+        elsewhere yet.
         """
         held = pool.look_up(block_hashes)
         missing = block_hashes[len(held) :]
@@ -267,7 +267,7 @@ class CacheTiers:
         pool.free(table)
 
     def prefetch(self, block_hashes: Sequence[bytes], on_done: Callable[[], None] | None = None) -> Prefetch:
-        """Begin to read the blocks of a chain that are only on disk.
+        """Begin to read the blocks of a prompt that are only on disk.
 
         ``on_done`` is called when the last one has arrived or failed, but not if there is nothing to read.
         """
@@ -282,7 +282,7 @@ class CacheTiers:
         return prefetch
 
     def _begin_load(self, block_hash: bytes, prefetch: Prefetch) -> bool:
-        """Begin to read a block, unless another prefetch has begun; return whether it is being read."""
+        """Begin to read a block, unless a prefetch already reads it; return whether it is being read."""
         assert self.disk is not None
         load = self._loading.get(block_hash)
         if load is None:
@@ -336,7 +336,7 @@ class CacheTiers:
     # --- checks -------------------------------------------------------------------------------------------
 
     def check_conservation(self, pool: BlockPool) -> None:
-        """Raise AssertionError unless the tiers agree with each other and the pool; call between steps."""
+        """Raise AssertionError unless the tiers and the pool agree. Call this only between steps."""
         above = {each for each in self._pooled if pool.look_up([each])}
         assert above == self._pooled, "the pool lacks blocks that it is said to hold"
         held = {*self._pooled, *self.host, *(self.disk or ())}

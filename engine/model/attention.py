@@ -1,7 +1,7 @@
 """Paged attention for transformers models, through their attention interface.
 
-A model built with ``attn_implementation="quire"`` calls ``attend`` in every layer. The step's block tables
-and the KV memory travel as keyword arguments of the model's forward call, so nothing here is global.
+A model built with ``attn_implementation="quire"`` calls ``attend`` in every layer. The model's forward call
+gets the step's block tables and the KV memory as keyword arguments, so there is no global state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Checks whether a model runs correctly over paged blocks, by running it at load time.
 
-transformers' attention interface covers many architectures, but some of them only in part: they keep state of
-their own, drop the arguments that carry the block tables, or attend in ways that an attention function cannot
-see. A list of supported names would not stay correct. So the check records what a model passes to attention.
-It then compares logits: a prompt in two chunks, batched with another prompt, must give the same logits as the
-model without paging, and the other prompt the same ones next to a sequence at the last positions.
+transformers' attention interface supports many architectures, but some only in part. They keep additional
+state, drop the arguments with the block tables, or mask tokens in ways that an attention function cannot see.
+A list of supported names would not stay correct. So the check records what a model passes to attention. It
+then compares logits. A prompt in two chunks, batched with another prompt, must give the same logits as the
+model without paging. The other prompt must also give the same logits when it is batched with a sequence at
+the model's last positions.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _FIRST_CHUNK, _PROMPT, _OTHER_PROMPT = 23, 40, 20
 _MOST_POSITIONS = 8192
 """Positions up to which a model's rotations are compared."""
 _LAST_POSITION = 1 << 17
-"""Largest position that a short prompt is computed next to; models without a limit keep no table of all."""
+"""Largest position that is batched with a short prompt; models without a limit have no table of positions."""
 _TOLERANCE = {torch.float32: 0.01}
 _HALF_TOLERANCE = 0.1
-"""Largest relative error of logits for 16-bit dtypes. A model that is run wrongly has an error of about 1."""
+"""Largest relative error of logits for 16-bit dtypes. Wrong computations have errors of about 1."""
 
 
 class UnsupportedModelError(Exception):
@@ -131,7 +132,7 @@ def _check_calls(seen: Sequence[tuple[int, torch.Size, torch.Size]]) -> None:
     """Raise UnsupportedModelError unless each layer calls attention once, with keys and values of one shape.
 
     Args:
-        seen: of each call, the layer's index and the shapes of its keys and values.
+        seen: for each call, the layer's index and the shapes of its keys and values.
     """
     if not seen:
         raise UnsupportedModelError("the model has no layer that calls transformers' attention interface")
@@ -148,8 +149,8 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
     """Compare a model's logits over paged blocks with those of its own eager attention.
 
     Raises:
-        UnsupportedModelError: the logits differ by more than rounding errors, or those of a prompt depend on
-            how many tokens of another sequence of the step are computed.
+        UnsupportedModelError: the logits differ by more than rounding errors, or a prompt's logits depend on
+            the number of computed tokens of another sequence in the step.
     """
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
@@ -160,7 +161,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
             forward = _forward(module, memory)
             first = forward(_chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])]))
             rest = forward(_chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])]))
-            # The step of the first chunk again, now at the last positions, so that all shapes are the same.
+            # This repeats the step of the first chunk at the last positions, with the same shapes.
             shift = min(num_positions, _LAST_POSITION) - _FIRST_CHUNK
             chunks = _chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])], [max(0, shift), 0])
             beside_last = forward(chunks)
@@ -201,10 +202,10 @@ def runs_alike(
     num_positions: int,
     other: Callable[[KvMemory], Forward],
 ) -> bool:
-    """Return whether another way to run a model over some memory gives the same bits as its modules.
+    """Return whether another implementation of a model's steps gives the same bits as its modules.
 
-    The steps have a chunk of a prompt, the rest of it together with another prompt at the last positions, and
-    single tokens.
+    The first step has a chunk of a prompt. The next one has the rest of it, together with another prompt at
+    the last positions. The others have single tokens.
     """
     device, dtype = _device(module), next(module.parameters()).dtype
     tokens = torch.arange(1, _PROMPT + _OTHER_PROMPT + 1, device=device) * 7919 % vocab_size
@@ -243,7 +244,7 @@ def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemor
 def _chunks(
     chunks: list[tuple[int, torch.Tensor, list[int]]], shifts: list[int] | None = None
 ) -> StepTensors:
-    """Return a step of chunks, given as (first index, tokens, block table), with logits for all tokens.
+    """Return a step of chunks (first index, tokens, block table) that gives logits for all tokens.
 
     Args:
         chunks: the chunks.
@@ -272,7 +273,7 @@ def _chunks(
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the median error of tokens, since a rounding error may route one token to another expert."""
+    """Return the median of the tokens' errors: rounding may route a single token to another expert."""
     expected = expected.float()
     errors = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(errors.median())

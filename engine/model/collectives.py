@@ -23,7 +23,7 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _PAGE = mmap.PAGESIZE
 _piece_size: Callable[[int, int], int] = exchange.piece_size.py_func  # type: ignore[attr-defined]
 _LOOK_NANOSECONDS = 5_000_000
-"""After this time a rank that sleeps looks whether another has failed."""
+"""Interval at which a sleeping rank checks whether another one has failed."""
 
 
 class RanksError(RuntimeError):
@@ -50,12 +50,12 @@ class SharedSizes:
 
     @property
     def sum_width(self) -> int:
-        """Values of a row of a sum, with padding."""
+        """Number of values in a row of a sum, with padding."""
         return _rounded(self.hidden_size, UNIT)
 
     @property
     def logits_width(self) -> int:
-        """Values of a row of logits, with padding."""
+        """Number of values in a row of logits, with padding."""
         return _rounded(self.vocab_size, UNIT)
 
     @property
@@ -70,7 +70,7 @@ class SharedSizes:
 
     @property
     def offsets(self) -> tuple[int, int, int, int]:
-        """Where the slots, the logits and the message begin, and where the memory ends."""
+        """Offsets at which the slots, the logits and the message begin, and at which the memory ends."""
         slots = _PAGE
         logits = slots + 2 * self.num_ranks * self.slot_bytes
         message = logits + _rounded(4 * self.max_rows * self.logits_width, _PAGE)
@@ -78,9 +78,9 @@ class SharedSizes:
 
 
 class SharedMemory:
-    """Anonymous memory that the ranks of one worker map; it ends with the last of their processes.
+    """Anonymous memory that the ranks of one worker map. It is freed when the last of them ends.
 
-    The system gives it pages only where they are written.
+    The system allocates a page when it is first written.
 
     Args:
         sizes: the same for all ranks.
@@ -111,7 +111,7 @@ class SharedMemory:
         self.counters = self._bytes[: exchange.LINE * (exchange.MOST_RANKS + 1)].view(np.int64)
 
     def break_off(self) -> None:
-        """Let no rank wait for another any longer; their results are wrong from now on."""
+        """Stop all waits between ranks; results are wrong from now on."""
         self.counters[_BROKEN] = 1
 
     @property
@@ -129,7 +129,7 @@ class Collectives:
     Attributes:
         memory: the memory that the ranks share.
         rank: this rank.
-        num_rounds: rounds that this rank has reached.
+        num_rounds: number of meetings of the ranks that this rank has reached.
         failure: why the ranks have failed, if this process knows it.
     """
 
@@ -195,13 +195,13 @@ class Collectives:
         return output
 
     def gather_logits(self, columns: torch.Tensor, first_column: int) -> torch.Tensor:
-        """Return the logits ``[num_rows, logits_width]`` of which each rank has some columns.
+        """Return the whole logits ``[num_rows, logits_width]``; each rank has computed some of the columns.
 
         Raises:
             RanksError: a rank has failed, or there are more rows than the memory has.
         """
         num_rows, width = columns.shape
-        # The first meeting protects the logits of the call before, which a rank may still read.
+        # The first meeting protects the logits of the previous call, which another rank may still read.
         self.meet()
         logits = self.logits(num_rows)
         logits[:, first_column : first_column + width] = columns
@@ -236,7 +236,7 @@ class Collectives:
 
 
 def pieces(borders: Int64s, rank: int) -> list[range]:
-    """Return the segments of each of a rank's pieces, counted from its own first segment."""
+    """Return the segments of each piece of a rank, counted from the rank's first segment."""
     own_first, end = borders[rank : rank + 2].tolist()
     first, found = own_first, []
     while first < end:

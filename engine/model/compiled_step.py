@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _MIN_THREADED_WORK = 1 << 19
-"""Multiplications in a step below which waking up threads costs more time than it saves."""
+"""With fewer multiplications in a step than this, waking up threads costs more time than it saves."""
 _FEWEST_POSITIONS = 512
 _MOST_KEPT_LOGITS = 256
-"""Rows of logits for which memory is kept from step to step."""
+"""Memory for this number of logits rows is reused from step to step."""
 _KEPT = {"hidden": "qkv", "attended": "queries"}
-"""Buffers of the tokens that the last layer still computes, next to free buffers for their copies."""
+"""Buffers of the tokens that the last layer computes, each with the free buffer for its copy."""
 _CACHE_LINE = 8
 """Counters that fill a cache line."""
 _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -83,7 +83,7 @@ class CompiledStep:
         self._step_address = self._step.ctypes.data
         self._layers = np.zeros(num_layers, step.LAYER)
         self._attention = np.zeros(num_layers, attention.ARGUMENTS)
-        # The program holds addresses, so these keep what lies there.
+        # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -155,7 +155,7 @@ class CompiledStep:
         return make_tiles(parts, *sequences, self._shape, num_threads)
 
     def _place_kept_rows(self, keeps_all_rows: bool) -> None:
-        """Give the program its second step: in the buffers of the first, or in free ones for copies."""
+        """Give the program its second step, which uses the first step's buffers, or free ones for copies."""
         self._keeps_all_rows = keeps_all_rows
         for name, copies in _KEPT.items():
             self._step[1][name] = self._step[0][name if keeps_all_rows else copies]
@@ -328,7 +328,7 @@ def _num_weights(recipe: StepRecipe) -> int:
 
 
 def _columns(layer: LayerRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
-    """Return the first columns of keys and of values next to the queries, and the number of columns."""
+    """Return the first column of keys and of values behind the queries, and the number of columns."""
     ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
     if len(ends) == 3:
         return ends[0], ends[1], ends[2]
@@ -377,7 +377,7 @@ def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int]:
 
 
 def _first_column(head: PackedLinear) -> int:
-    """Return the logit that the first output of the head's share is."""
+    """Return the index of the logit that the head's first output computes."""
     return head.first_column if isinstance(head, DividedHead) else 0
 
 
@@ -397,7 +397,7 @@ def find_recipe(
 ) -> StepRecipe | None:
     """Return the recipe of a model on the CPU if its program gives the same bits as its modules.
 
-    If there is none, the log says why, and the model runs by its modules.
+    Otherwise log the reason and return None: the model then runs module by module.
     """
     try:
         recipe = read_recipe(module)

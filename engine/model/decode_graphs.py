@@ -23,7 +23,7 @@ Forward = Callable[[StepTensors], torch.Tensor]
 """Function that returns the logits of a step."""
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-"""Function that turns a function into one that runs the same kernels over the same memory."""
+"""Function that captures another one; the result replays the same kernels over the same memory."""
 
 
 class CudaCapture:
@@ -33,10 +33,10 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], object]) -> Replay:
-        """Run a function, so that its kernels are compiled, and return a function that replays it.
+        """Run a function once to compile its kernels; return a function that replays them.
 
         Raises:
-            RuntimeError: the function waits for the device even when it runs the second time.
+            RuntimeError: the function waits for the device even in its second run.
         """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -90,7 +90,7 @@ class DecodeGraphs:
         self._replays = {size: capture(partial(self._run, size)) for size in reversed(self._sizes)}
 
     def fits(self, step: StepTensors) -> bool:
-        """Return whether a step only decodes, has one row of logits per sequence, and is not too large."""
+        """Return whether a step only decodes, has one row of logits per sequence, and fits into a graph."""
         num_seqs, num_entries = step.metadata.block_tables.shape
         return (
             step.metadata.max_new_tokens == 1

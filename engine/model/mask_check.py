@@ -1,8 +1,8 @@
-"""Compares the attention masks that a model requests from transformers with what paged attention computes.
+"""Compares the attention masks that a model requests from transformers with the masks of paged attention.
 
-Paged attention takes no mask: a layer attends to every earlier token, or to those in its window. Transformers
-describes a mask by a function of two positions, so the check can cover positions that no short prompt
-reaches.
+Paged attention gets no mask as an argument: a layer attends to every earlier token, or to those in its
+window. Transformers describes a mask by a function of two positions, so the check can cover positions that no
+short prompt reaches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def mask_problem(
     layer_types: Sequence[str] | None,
     num_positions: int,
 ) -> str | None:
-    """Return how a layer's mask differs from its causal window; None if no difference was found.
+    """Describe how a layer's mask differs from its causal window; None if no difference was found.
 
     Args:
         windows: number of tokens that each layer sees with paged attention; None means all.
@@ -87,7 +87,7 @@ def mask_problem(
 def _differing_position(
     function: MaskFunction, window: int | None, num_positions: int
 ) -> tuple[int, int] | None:
-    """Return the positions of a query and a key for which a mask function is no causal window, if any."""
+    """Return positions of a query and a key at which a mask function differs from a causal window, if any."""
     last = num_positions - 1
     near = [] if window is None else [window - 1, window, window + 1]
     # The last query reveals each window that is shorter than the model's positions; the others reveal chunks.

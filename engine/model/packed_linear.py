@@ -1,4 +1,4 @@
-"""Linear layers and tied embeddings on the CPU, with weights that are packed and maybe quantized once."""
+"""Linear layers and tied embeddings on the CPU; their weights are packed or quantized at load time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PackedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight ``[out_features, in_features]``, which is unpacked and dequantized on each access."""
+        """The weight ``[out_features, in_features]``; each access unpacks and dequantizes it again."""
         return self.packed.unpack()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedEmbedding(torch.nn.Module):
-    """An embedding that reads the packed weight of the output layer, with which it is tied.
+    """An embedding that is tied to the output layer, and reads its packed weight.
 
     Attributes:
         packed: the weight.
@@ -74,18 +74,18 @@ class PackedEmbedding(torch.nn.Module):
 def pack_linear_layers(
     model: torch.nn.Module, weight_dtype: str = "auto", num_segments: Mapping[str, int] | None = None
 ) -> None:
-    """Replace a model's linear layers on the CPU, and embeddings that share their weight with one.
+    """Replace a model's linear layers on the CPU, and the embeddings that share a weight with one of them.
 
     Args:
         model: the model.
         weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``.
-        num_segments: for some layers by their names, the number of segments of inputs; 1 for all others.
+        num_segments: number of segments of inputs by the layer's name; 1 for all other layers.
 
     Raises:
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
     """
     embeddings = _find_embeddings(model)
-    # Only parents are held here, so that each layer's own weight is freed before the next layer is packed.
+    # This list has only the layers' parents, so each layer's weight is freed before the next layer is packed.
     parents = [(name, each) for name, each in model.named_modules() if any(True for _ in each.children())]
     for parent_name, parent in parents:
         for name in [name for name, _ in parent.named_children()]:
@@ -104,7 +104,7 @@ def pack_linear_layers(
 def _packed(
     name: str, module: torch.nn.Module, weight_dtype: str, num_segments: int
 ) -> tuple[PackedLinear, int] | None:
-    """Return a packed linear layer and the address of its weight before; None for any other module."""
+    """Return a packed linear layer and the address of its unpacked weight; None for any other module."""
     weight = _weight(module)
     if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
         return None

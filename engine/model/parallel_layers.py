@@ -1,4 +1,4 @@
-"""Linear layers of one rank, which add or gather what the ranks compute, and their place in the model."""
+"""Linear layers of one rank, which add or gather the ranks' results. They replace the model's own layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.kernels.cpu.linear import UNIT, linear, sums
 
 
 class RowLinear(PackedLinear):
-    """A rank's part of a linear layer whose inputs are divided; the ranks' partial sums are added.
+    """A rank's part of a linear layer whose inputs are divided among ranks; their partial sums are added.
 
     Args:
         own: the layer with this rank's inputs and segments, and the bias of the whole layer.
@@ -97,7 +97,7 @@ def head_units(vocab_size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 def connect_ranks(
     model: PreTrainedModel, plan: ParallelPlan, vocab_size: int, collectives: Collectives
 ) -> None:
-    """Replace the packed layers of a rank whose results depend on the other ranks.
+    """Replace those packed layers of a rank that need results of other ranks.
 
     Raises:
         UnsupportedModelError: the output layer is no linear layer.

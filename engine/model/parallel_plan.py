@@ -1,9 +1,9 @@
-"""Which linear layers of a model can be divided among processes, from the model's own plan.
+"""Reads from a model's own plan which of its linear layers can be divided among processes.
 
 transformers names a style for the layers of most architectures (``base_model_tp_plan``). A block of layers,
 such as an attention or an MLP, is divided only if its linear layers are all "colwise" or "rowwise" and
-nothing in it needs the values of all processes. Each process computes every other block as a whole: the plans
-of some architectures gather values within a block, which costs more than it saves on one machine.
+nothing in it needs the values of all processes. Each process computes every other block as a whole. The plans
+of some architectures would gather values within a block, but on one machine that costs more than it saves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _EACH_ALIKE = "replicated_with_grad_allreduce"
 
 
 class Division(Enum):
-    """How a linear layer is divided: by its outputs, or by its inputs with a sum over all processes."""
+    """How a linear layer is divided: by its outputs, or by its inputs.
+
+    The latter needs a sum over all processes.
+    """
 
     COLUMN = "column"
     ROW = "row"
@@ -44,7 +47,7 @@ class DividedLinear:
 
     Attributes:
         is_key_value: whether its outputs are keys or values.
-        shares: those of the attention or MLP that it belongs to.
+        shares: how the attention or MLP that it belongs to is divided.
     """
 
     division: Division
@@ -52,7 +55,7 @@ class DividedLinear:
     shares: Shares
 
     def own(self, size: int, rank: int, num_ranks: int) -> slice:
-        """Return a rank's part of the outputs, or of the inputs, which are ``size``."""
+        """Return a rank's part of ``size`` outputs or inputs."""
         if not self.is_key_value:
             return self.shares.own(size, rank, num_ranks)
         heads, head_dim = self.shares.own_kv_heads(rank, num_ranks), size // self.shares.num_kv_heads
@@ -72,7 +75,7 @@ class ParallelPlan:
     attention: Shares | None
 
     def num_segments(self, rank: int, num_ranks: int) -> dict[str, int]:
-        """Return how many segments of inputs a rank has, for each layer that is divided by its inputs."""
+        """Return a rank's number of input segments, for each layer that is divided by its inputs."""
         found = {}
         for name, each in self.linears.items():
             if each.division is Division.ROW:
@@ -172,7 +175,7 @@ def _divide_attention(
 
 
 def _is_alike(path: str, module: torch.nn.Module, styles: dict[str, str], head_dim: int) -> bool:
-    """Return whether a module computes the same for some heads, or some values, as for all of them."""
+    """Return whether a module treats each head, or each value, independently of the others."""
     if isinstance(module, _ELEMENTWISE) and not _has_tensors(module):
         return True
     shapes = [tuple(each.shape) for each in module.parameters()]

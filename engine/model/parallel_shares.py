@@ -1,4 +1,4 @@
-"""Which segments, attention heads and key-value heads each rank has: arithmetic without a model."""
+"""Computes which segments, attention heads and key-value heads each rank has. This needs no model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from math import gcd
 class Shares:
     """How an attention or an MLP is divided among ranks, in the order of ranks.
 
-    The inputs of its last layer have segments, each of which is summed apart. A rank has some of them, and
-    of the other layers what gives these inputs. In an attention, the ranks either have whole groups of query
-    heads with their key-value heads, or several ranks divide the query heads of one group, and each of them
-    has its key-value head.
+    The inputs of its last layer are divided into segments, and each segment is summed separately. A rank has
+    some of the segments, and the parts of the other layers that compute these inputs. In an attention, a rank
+    has whole groups of query heads with their key-value heads. If there are more ranks than groups, several
+    ranks divide the query heads of one group, and each of them has the group's key-value head.
 
     Attributes:
         num_segments: segments of the inputs of the last layer, a power of two.
@@ -27,7 +27,7 @@ class Shares:
     num_kv_heads: int = 0
 
     def problem(self, num_ranks: int) -> str | None:
-        """Return why it cannot be divided among this many ranks; None if it can."""
+        """Return the reason why it cannot be divided among this many ranks; None if it can."""
         num_units = self._num_units
         if num_ranks > num_units and num_units != self.num_kv_heads and self.num_heads:
             return (
@@ -55,7 +55,7 @@ class Shares:
         return [*found, self.num_segments]
 
     def own(self, size: int, rank: int, num_ranks: int) -> slice:
-        """Return a rank's part of ``size`` values, of which each segment has as many."""
+        """Return a rank's part of ``size`` values that the segments divide equally."""
         first, end = self.borders(num_ranks)[rank : rank + 2]
         return slice(first * size // self.num_segments, end * size // self.num_segments)
 
@@ -69,5 +69,5 @@ class Shares:
 
     @property
     def _num_units(self) -> int:
-        """The most equal parts that have both whole segments and whole groups of heads."""
+        """Largest number of equal parts of whole segments and whole groups of heads."""
         return gcd(self.num_segments, self.num_kv_heads) if self.num_heads else self.num_segments

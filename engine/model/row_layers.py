@@ -1,11 +1,10 @@
 """Batch-invariant norms and other functions on the CPU: a token gets the same bits in any batch.
 
-The usual ones are kernels that compute each row alike. The others are torch's:
-
-torch splits a tensor into pieces, one per thread, and computes each piece in vectors. The values that are
-left at the end of a piece are computed one by one, with another exponential that differs in the last bit. So
-a token's keys would depend on how many tokens a step has, and rounding to 8 bits makes the difference
-visible. Here each piece is a multiple of the vector length, so no values are left.
+The common functions are kernels that compute all rows in the same way. The others are torch's. torch splits a
+tensor into pieces, one per thread, and computes each piece in vectors. It computes the remaining values at
+the end of a piece one by one, with another exponential function whose last bit differs. A token's keys would
+therefore depend on the number of tokens in the step, and rounding to 8 bits makes the difference visible.
+Here each piece is a multiple of the vector length, so no values remain.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from quire.kernels.cpu import rows
 from quire.kernels.cpu.rows import Activation, Norm
 
 _UNDIVIDED = 1 << 14
-"""Most values that torch never divides among threads."""
+"""torch never divides this many values, or fewer, among threads."""
 _PIECE = 1 << 15
-"""Values per thread above which most functions use another thread; GELU always uses all threads."""
+"""Values per thread. With more, most functions use another thread; GELU always uses all threads."""
 _STRIDE_BYTES = 128
 """Bytes that torch's loops process at a time: two vectors of at most 64 bytes each."""
 
@@ -51,7 +50,7 @@ _FUNCTIONS = {
     torch.sin: Activation.SINE,
     torch.Tensor.sin: Activation.SINE,
 }
-"""The kernel that computes what a function of torch computes, which has other bits on other processors."""
+"""The kernel that replaces a torch function whose bits depend on the processor."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RMS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest error of a kernel's norm, relative to the largest value."""
@@ -123,7 +122,7 @@ class RowActivation(torch.nn.Module):
 
 
 def _most_even(num_values: int, stride: int) -> int:
-    """Return how many leading values can be divided among threads so that each gets whole strides."""
+    """Return how many leading values can be divided among threads in whole strides."""
     num_threads = torch.get_num_threads()
     while num_values > _UNDIVIDED:
         num_pieces = min(num_threads, -(-num_values // _PIECE))
@@ -135,7 +134,7 @@ def _most_even(num_values: int, stride: int) -> int:
 
 
 class KernelFunctions(TorchFunctionMode):
-    """Replaces functions of torch that give other bits on other processors."""
+    """Replaces torch functions whose bits depend on the processor."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -148,7 +147,7 @@ class KernelFunctions(TorchFunctionMode):
 
 
 def _powers(exponents: torch.Tensor, base: float) -> torch.Tensor:
-    """Return a number to the power of each exponent, such as the frequencies of a rotation."""
+    """Raise a number to the power of each exponent, as for the frequencies of a rotation."""
     powers = [float(Decimal(base) ** Decimal(each)) for each in exponents.flatten().tolist()]
     return torch.tensor(powers, dtype=exponents.dtype).view(exponents.shape)
 

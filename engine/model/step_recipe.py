@@ -1,10 +1,9 @@
 """Reads the computation of a model from its modules, so that a program can run it without them.
 
 A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
-and adds the results of attention and of the MLP to the residual stream. Every module that has weights must
-have its place in the recipe; a model with any other is refused. What modules compute beyond their weights
-cannot be read, so the program's logits are compared with the modules' before it is used (see
-``compiled_step``).
+and adds the results of attention and of the MLP to the residual stream. A model is refused if the recipe does
+not use one of its modules with weights. The recipe cannot show what a module computes beyond its weights. The
+program's logits are therefore compared with the modules' logits before it is used (see ``compiled_step``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Rotation = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class NoRecipeError(Exception):
-    """The model's modules are not of a known shape; the message says which part is not."""
+    """A part of the model has no known shape; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class MlpRecipe:
 
     Attributes:
         gate: the first linear layer.
-        up: the layer that is multiplied; None if there is none.
-        first_up_column: column of ``up`` at which the multiplied outputs begin.
+        up: the layer by which the activation is multiplied; None if there is none.
+        first_up_column: first column of ``up`` that is used.
         size: number of outputs of the activation.
     """
 
@@ -125,7 +124,7 @@ def _read(reader: _Reader, model: PreTrainedModel) -> StepRecipe:
 
 
 class _Reader:
-    """Removes modules from a model one by one, so that the remaining ones are known at the end."""
+    """Takes modules out of a model one by one, so that the unused ones are known at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

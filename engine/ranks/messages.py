@@ -1,6 +1,6 @@
 """How rank 0 sends steps to the other ranks: a header through a pipe, and tensors in shared memory.
 
-The tensors of a message lie in shared memory until all ranks have met after it.
+The tensors of a message are valid until the next meeting of all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
-    """What a message asks for."""
+    """The action that a message requests."""
 
     MAP_POOL = 1
     STEP = 2

@@ -1,4 +1,4 @@
-"""Runs steps on all ranks of a worker; the engine sees a model runner like any other."""
+"""Runs steps on all ranks of a worker, behind the interface of a model runner."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from quire.engine.weights.loader import LoadedModel
 class ParallelRunner(ModelRunner):
     """Rank 0: it sends each step to the other ranks and runs it with them.
 
-    All ranks share the blocks, and each one writes and reads the keys and values of its own heads in them.
-    Between steps the other ranks touch no block, so rank 0 moves whole blocks like a process without ranks.
+    All ranks share the blocks. Each rank writes and reads only the keys and values of its own heads. The
+    other ranks do not touch blocks between steps, so rank 0 can move whole blocks like a process without
+    ranks.
 
     Args:
         model: rank 0's part of the model.
@@ -32,7 +33,7 @@ class ParallelRunner(ModelRunner):
         self._ranks = ranks
 
     def forward(self, step: StepTensors) -> torch.Tensor:
-        """Run a step on all ranks and return all logits, valid until the next step.
+        """Run a step on all ranks; return the whole logits, valid until the next step.
 
         Raises:
             RanksError: a rank has failed.

@@ -1,6 +1,6 @@
 """The process of a rank other than 0: it loads its part of the model and runs the steps that rank 0 sends.
 
-It has no scheduler and no sampler. It ends when rank 0 does, and any exception ends it.
+It has no scheduler and no sampler. It ends when rank 0 ends, or after any exception.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _CPU = torch.device("cpu")
 
 def main() -> None:
     """Run a rank; its settings are the only argument."""
-    # Ctrl-C reaches all processes of a terminal, and a service manager's SIGTERM all of a service, but only
-    # rank 0 decides what ends.
+    # Ctrl-C goes to all processes of a terminal, and a service manager's SIGTERM to all processes of a
+    # service. Only rank 0 may react to them.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     settings = RankSettings.of(sys.argv[1])
@@ -40,12 +40,12 @@ def main() -> None:
         model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
         _serve(settings, model, collectives)
     except (OSError, RanksError, SettingError, UnsupportedModelError):
-        # Rank 0 has the same problem with the same model, or knows which rank has failed.
+        # Rank 0 reports it: it fails with the same model in the same way, or knows which rank has failed.
         sys.exit(1)
 
 
 def _end_with_rank_0(life: int) -> None:
-    """Wait until the pipe closes, and end the process even if a thread of it waits for other ranks."""
+    """Wait until the pipe closes. Then end the process, even if one of its threads waits for other ranks."""
     os.read(life, 1)
     os._exit(1)
 

@@ -1,6 +1,7 @@
-"""The failure of a rank: rank 0 notices it from outside and kills all other ranks, since some may hang.
+"""Detects the failure of a rank.
 
-The step then fails, and so does each later one. A worker ends.
+Rank 0 observes the other processes and kills all of them if one fails, since some may hang. The current step
+and all later ones then fail, and the worker ends.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from quire.engine.model.collectives import Collectives, SharedMemory
 from quire.kernels.cpu.exchange import LINE
 
 _LOAD_SECONDS = 600.0
-"""How long rank 0 waits for another rank until their first step: one may compile kernels, or read slowly."""
+"""Seconds that rank 0 waits for a rank before the first step: it may compile kernels or read slowly.
+
+"""
 _STEP_SECONDS = 10.0
-"""How long rank 0 waits for another rank in a step; their shares of the work are equal."""
+"""Seconds for which rank 0 waits for another rank in a step. All ranks have equal shares of the work."""
 STOPPED_SECONDS = 1.0
-"""How long a rank may be stopped: a shell stops and continues all processes of a job, but not at one time."""
+"""Seconds for which a rank may be stopped. A shell stops a job's processes one after the other."""
 _POLL_SECONDS = 0.05
 
 
@@ -28,7 +31,7 @@ class RankFailure:
 
     Args:
         processes: the processes of the ranks from 1.
-        collectives: those of rank 0, whose errors say why the ranks have failed.
+        collectives: the collectives of rank 0. Their errors say why the ranks have failed.
 
     Attributes:
         reason: gets the reason when a rank fails.
@@ -44,11 +47,11 @@ class RankFailure:
         self._thread.start()
 
     def expect_steps(self) -> None:
-        """From now on, let the ranks fail if one is late in a step; call this after the first step."""
+        """Start to enforce the time limit of a step. Call this after the first step."""
         self._limit = _STEP_SECONDS
 
     def end_ranks(self, problem: str) -> None:
-        """Let rank 0 stop waiting, and kill all other ranks."""
+        """Make rank 0 stop waiting, and kill all other ranks."""
         self._collectives.failure = self._collectives.failure or problem
         self._collectives.memory.break_off()
         for process in self._processes:
@@ -73,7 +76,8 @@ class RankFailure:
 class RankWatch:
     """Observes the processes of the ranks from 1.
 
-    Times are sums of the intervals between observations, so they do not pass while this process is stopped.
+    Times are sums of the intervals between observations, so time while this process is stopped does not
+    count.
 
     Args:
         processes: the processes of the ranks from 1.

@@ -1,4 +1,4 @@
-"""The processes of the ranks other than 0, as rank 0 sees them: it starts and ends them."""
+"""Starts and ends the processes of the ranks other than 0, in the process of rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.engine.ranks.rank_failure import RankFailure
 from quire.engine.ranks.settings import RankSettings, check_device, shared_sizes
 
 _END_SECONDS = 2.0
-"""How long a rank has to end by itself."""
+"""Seconds after which a rank that does not end by itself is killed."""
 
 
 class Ranks:
@@ -30,7 +30,7 @@ class Ranks:
         num_ranks: number of ranks, with rank 0.
 
     Attributes:
-        collectives: those of rank 0, whose errors say why the group has failed.
+        collectives: the collectives of rank 0. Their errors say why the group has failed.
         failure: gets the reason when the group fails.
 
     Raises:
@@ -69,7 +69,10 @@ class Ranks:
         self.failure = self._failure.reason
 
     def _start(self, settings: RankSettings, resources: ExitStack) -> None:
-        """Start the processes; ``resources`` gets the ends of their pipes, and closing these ends them."""
+        """Start the processes.
+
+        ``resources`` gets the ends of their pipes; a process ends when its pipe is closed.
+        """
         with ExitStack() as theirs:
             life, own_end = os.pipe()
             theirs.callback(os.close, life)
@@ -87,9 +90,9 @@ class Ranks:
         return [each.pid for each in self._processes]
 
     def share_pool(self, num_bytes: int) -> shared_memory.SharedMemory:
-        """Return memory for the KV blocks; all ranks have mapped it, and from now on others can only read it.
+        """Return memory for the KV blocks, which all ranks have mapped.
 
-        Call this once, when rank 0 has loaded its part of the model.
+        Later mappings of it are read-only. Call this once, after rank 0 has loaded its part of the model.
 
         Raises:
             RanksError: a rank has failed.
@@ -102,7 +105,7 @@ class Ranks:
         return memory
 
     def send(self, header: Header) -> None:
-        """Send a message to all ranks; its tensors are in shared memory.
+        """Send a message to all other ranks. Its tensors must be in shared memory already.
 
         Raises:
             RanksError: a rank has failed.
@@ -116,7 +119,7 @@ class Ranks:
                 self.collectives.check()
 
     def expect_steps(self) -> None:
-        """From now on, let the group fail if a rank is late in a step; call this after the first step."""
+        """Start to enforce the time limit of a step. Call this after the first step."""
         self._failure.expect_steps()
 
     def close(self) -> None:
@@ -126,7 +129,10 @@ class Ranks:
         self._resources.close()
 
     def _await_ends(self) -> None:
-        """Wait until all processes have ended, whose pipes are closed; kill those that do not end."""
+        """Wait until all processes have ended, and kill those that do not end.
+
+        Their pipes are closed already.
+        """
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes:
             try:
@@ -137,7 +143,7 @@ class Ranks:
 
 
 def start_ranks(config: EngineConfig, device: torch.device) -> Ranks | None:
-    """Start the processes that a model is divided among; return None if there is only this one.
+    """Start the other processes that a model is divided among; return None if there are no others.
 
     Raises:
         SettingError: ranks do not work on the device.

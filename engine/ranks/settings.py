@@ -15,9 +15,9 @@ from quire.models.source import find_model
 from quire.settings.setting import SettingError
 
 _LEAST_ROWS = 64
-"""Rows of the steps with which a model is checked at load time."""
+"""Rows of the steps that check a model at load time."""
 _LONGEST = 1 << 20
-"""Tokens of a sequence whose block table fits into a message; pages are taken only when written."""
+"""Messages have room for the block table of a sequence with this many tokens. Unused pages cost no memory."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class RankSettings:
         model: the model's folder.
         num_threads: threads of each rank.
         sizes: the sizes of the shared memory.
-        memory, pool, control, life: file descriptors of the shared memory, of the KV blocks, of the pipe with
-            messages for this rank, and of a pipe that closes when rank 0 ends.
+        memory, pool, control, life: file descriptors of the shared memory, the KV blocks, the pipe with
+            messages for this rank, and a pipe that closes when rank 0 ends.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class RankSettings:
 def shared_sizes(config: EngineConfig, num_ranks: int) -> SharedSizes:
     """Return the sizes of the memory that the ranks of an engine share."""
     text_config = AutoConfig.from_pretrained(find_model(config.model_path)).get_text_config()
-    # Besides the rows that score a prompt's tokens, each sequence has one to sample from.
+    # In addition to the rows that score a prompt's tokens, each sequence has one row to sample from.
     max_rows = max(config.max_num_batched_tokens + config.max_num_seqs, _LEAST_ROWS)
     width = -(-(config.max_model_len or _LONGEST) // config.block_size) + 1
     return SharedSizes(

@@ -1,4 +1,4 @@
-"""The input tensors of steps in which the same sequences compute one token each, step after step."""
+"""The input tensors of consecutive steps in which the same sequences compute one token each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.metadata import AttentionMetadata
 
 
 class DecodeBatch:
-    """Makes the tensors once; each step then writes its numbers into the same memory.
+    """Allocates the tensors once; each step then overwrites their values.
 
     Args:
         scheduled: the sequences of the first step, with one token each.

@@ -101,7 +101,7 @@ class ModelRunner:
             max_model_len: most tokens of a sequence.
 
         Raises:
-            RuntimeError: the model does something that a graph cannot capture, such as reading a value on the
+            RuntimeError: the model does something that a graph cannot capture, such as copying a value to the
                 host.
         """
         max_blocks = -(-max_model_len // self.memory.shape.block_size)
@@ -121,7 +121,7 @@ class ModelRunner:
         else:
             logits = self._run(step.to(self.memory.device))
         if self.memory.device.type == "cuda":
-            # After a step, transfers read its blocks on other streams.
+            # Transfers read the step's blocks on other streams afterwards.
             torch.cuda.current_stream().synchronize()
         return logits
 
@@ -151,7 +151,7 @@ class _PackedTokens(NamedTuple):
     """The new tokens of a step.
 
     Attributes:
-        starts: ``[num_sequences + 1]``, the index of each sequence's first token, and ``num_tokens`` last.
+        starts: ``[num_sequences + 1]``, the index of each sequence's first token, followed by ``num_tokens``.
         token_ids: ``[num_tokens]``.
         owners: ``[num_tokens]``, the index of each token's sequence.
         positions: ``[num_tokens]``, in the sequences.
@@ -166,7 +166,7 @@ class _PackedTokens(NamedTuple):
 
 
 def _pack(scheduled: list[ScheduledSequence], num_new: Int32s, computed: Int32s) -> _PackedTokens:
-    """Pack any step, from the numbers of new and of computed tokens of each sequence."""
+    """Pack any step, given each sequence's numbers of new tokens and of computed tokens."""
     token_ids: list[int] = []
     for sequence, num_tokens in scheduled:
         first = sequence.num_computed_tokens

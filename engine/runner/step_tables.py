@@ -1,4 +1,4 @@
-"""The block tables of a step as one array, in which each step changes only the entries that are new."""
+"""The block tables of a step as one array. Each step changes only new entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 class HeldTables(NamedTuple):
     """The blocks that the sequences of a step hold.
 
-    Freed blocks are left out, since attention with a window depends only on distances. What the kernels
-    call a sequence's length is thus the number of tokens in its remaining blocks.
+    Freed blocks are left out, since attention with a window depends only on distances. The kernels therefore
+    get the number of tokens in the remaining blocks as a sequence's length.
 
     Attributes:
         block_ids: ``[num_sequences, max_blocks]``; the entries after a sequence's last block are meaningless.
@@ -46,7 +46,7 @@ class StepTables:
         self._block_size = block_size
         self._alignment = alignment
         self._sequences: list[Sequence] = []
-        # Of each row: how long the sequence's table was, and how often it had been edited.
+        # For each row: the length of the sequence's table at the last update, and the number of its edits.
         self._lengths: list[int] = []
         self._edits: list[int] = []
         self._rows: Int32s = np.zeros((0, 64), dtype=np.int32)
@@ -70,14 +70,14 @@ class StepTables:
         """Return the first entries of all rows, contiguous, in memory that the next update reuses."""
         num_entries = len(self._sequences) * width
         if num_entries > self._memory.size:
-            # The system clears new memory page by page, which takes longer than the copy.
+            # Memory is reused because the system clears new pages, which takes longer than the copy.
             self._memory = np.zeros(2 * num_entries, dtype=np.int32)
         packed = self._memory[:num_entries].reshape(-1, width)
         packed[:] = self._rows[:, :width]
         return packed
 
     def _rearrange(self, sequences: list[Sequence]) -> None:
-        """Give each sequence a row: the one that it had, or a new one."""
+        """Give each sequence its previous row, or a new one."""
         known = {id(sequence): row for row, sequence in enumerate(self._sequences)}
         before = [known.get(id(sequence)) for sequence in sequences]
         kept = [row for row, old in enumerate(before) if old is not None]

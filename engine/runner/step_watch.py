@@ -1,8 +1,8 @@
 """Detects whether an engine's thread is stuck: if a device hangs, a step does not end.
 
-A long prompt is no hang. So a step is compared with earlier steps of its kind: those that computed about as
-many tokens and read about as much of the cache, each to a power of two. A step that is larger than all
-earlier ones in one of these gets more time, because nothing is known about it.
+A step with a long prompt is slow, but not stuck. A step is therefore compared with earlier steps of its kind:
+their number of computed tokens and of cached tokens is the same to a power of two. If one of these numbers is
+larger than in any earlier step, the step gets more time, because its duration is unknown.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from quire.engine.sequences.schedule import StepKind
 TICK_SECONDS = 0.1
 """Seconds between two observations."""
 _MOST_OBSERVED_SECONDS = 1.5 * TICK_SECONDS
-"""Most seconds that count between two observations: on a machine where they are late, steps are late too."""
+"""Most seconds that count between two observations.
+
+If observations are late, the machine is busy and steps are late too.
+"""
 STALL_SECONDS = 1.5
 """Seconds below which a step never counts as stalled, unless ``max_seconds`` is lower."""
 UNKNOWN_STALL_SECONDS = 8.0
-"""The same for a command, for a step that swaps blocks, and for one that is larger than all earlier ones."""
+"""The same for a command, a step that swaps blocks, and a step that is larger than all earlier ones."""
 STALL_STEPS = 10.0
 """Multiple of the longest recent step of the same kind below which a step never counts as stalled.
 
@@ -34,12 +37,12 @@ class StepWatch:
     """Measures how long an engine's thread has been in one step.
 
     The thread calls ``begin``, ``end_step`` and ``rest``; the event loop calls ``observe`` every
-    ``TICK_SECONDS``. Only observed time counts, so a thread is not stalled because the whole process was
-    stopped for a while, and a busy machine has more time.
+    ``TICK_SECONDS``. Only observed time counts. A thread is therefore not stalled because the whole process
+    was stopped for a while, and it has more time on a busy machine.
 
     Args:
         max_seconds: seconds in one step after which the thread is stuck.
-        known_seconds: seconds that a step of each of these kinds takes.
+        known_seconds: seconds that a step takes, by its kind.
         clock: returns seconds and never goes back.
     """
 
@@ -110,7 +113,7 @@ class StepWatch:
     @property
     def is_stalled(self) -> bool:
         """Whether the step takes so long that other workers should take over this engine's requests."""
-        # Until the next observation, ``stalled_seconds`` is the time of an earlier step.
+        # ``stalled_seconds`` may still be the time of an earlier step until the next observation.
         is_observed = self._is_working and self._num_begun == self._num_seen
         return is_observed and self.stalled_seconds >= self._allowed_seconds
 

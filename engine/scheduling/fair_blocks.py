@@ -1,8 +1,8 @@
-"""Divides the blocks of the pool among clients, so that a client which fills the pool waits for itself.
+"""Divides the blocks of the pool among clients, so that a client that fills the pool delays only itself.
 
-A client is an authenticated tenant. Its rank is how many blocks it holds, to a power of two. Groups of the
-lowest rank get blocks first, and groups of the highest are preempted first. The order of arrival decides
-within a rank::
+A client is an authenticated tenant. Its rank is the bit length of the number of its blocks. Groups of the
+lowest rank get blocks first, and groups of the highest rank are preempted first. Within a rank, the order of
+arrival decides::
 
     client   a    b    c    d
     blocks   0    5    7    40
@@ -19,13 +19,14 @@ from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.block_tables import BlockTables
 
 PREEMPTIONS_PER_RANK = 4
-"""Preemptions of a group that count as half of its client's blocks."""
+"""This many preemptions of a group lower its rank by one, as if its client had half as many blocks."""
 
 
 class FairBlocks:
-    """The order in which groups get blocks, and which group is preempted for another.
+    """Decides the order in which groups get blocks, and which group is preempted for another.
 
-    Prompts that are computed for another worker keep the order of arrival, in which it waits for them.
+    Prompts that are computed for another worker keep the order of arrival, since that worker waits for them
+    in this order.
 
     Args:
         queues: the groups.
@@ -50,7 +51,7 @@ class FairBlocks:
     def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
         """Return the rank of a group, which rises with its client's blocks; 0 if there is only one client.
 
-        ``PREEMPTIONS_PER_RANK`` lower it too, so that no group is preempted indefinitely.
+        Every ``PREEMPTIONS_PER_RANK`` preemptions lower it, so that no group is preempted forever.
         """
         if not self._num_held_by_client:
             return 0
@@ -72,10 +73,10 @@ class FairBlocks:
         return max(victims, key=self.position, default=None)
 
     def victim_for(self, group: SequenceGroup) -> SequenceGroup | None:
-        """Return the next group to preempt for one without blocks; None if that has enough, or holds more.
+        """Return the next group to preempt for ``group``; None if that has enough blocks, or holds more.
 
-        Even with its blocks, it has a lower rank than the victim has now. So a group that is preempted cannot
-        get its blocks back in the same way.
+        Even with the blocks that it needs, ``group`` has a lower rank than the victim has now. The victim
+        therefore cannot get its blocks back by preempting ``group``.
         """
         num_blocks = self._num_needed_blocks(group)
         if num_blocks <= self._queues.num_blocks_above_watermark:
@@ -84,7 +85,7 @@ class FairBlocks:
         return victim if victim is not None and self.rank(victim) > self.rank(group, num_blocks) else None
 
     def next_without_blocks(self, has_room: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
-        """Return the first group if it lacks only blocks and the pool is shared by several clients.
+        """Return the first group if it lacks only blocks and several clients share the pool.
 
         Args:
             has_room: returns whether the step has a sequence and a token for a group.

@@ -1,20 +1,22 @@
-"""Divides steps among clients whose requests do not all fit, so that a costly client delays only itself.
+"""Divides steps among clients if not all requests fit, so that an expensive client delays only itself.
 
-A client is an authenticated tenant. Sequences and tokens of a step are shared in the max-min way: a client
-that needs less than an equal part gets all it needs, and the others share the rest equally. The sequences of
-one client are divided among its requests in the same way. Nothing is kept of a client between steps.
+A client is an authenticated tenant. Max-min fairness divides the sequences and tokens of a step: a client
+that needs less than an equal part gets all it needs, and the others share the rest equally. A client's
+sequences are divided among its requests in the same way. No state of a client is kept between steps.
 
-A request needs blocks to run, and keeps them in a step that leaves it out. Blocks are still given in the
-order of arrival, or to the client that holds fewest (``fair_blocks.py``).
+A request needs blocks to run, and keeps them while a step leaves it out. This file does not decide who gets
+blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.py``).
 
-* The samples of a request need not be computed together: a step may leave some of them out. The beams of a
-  beam search have to be. So whichever request has been left out longest comes first in each step, and is
-  computed whole if it is a beam search. A request is left out of at most as many steps as others run.
-* If a step has no room for all sequences of a waiting request, the request may start where its client has
-  less than its share; the step then computes a part of them. Of a client with its share, a request may start
-  if it is smaller than others that run, and so small that its own share is all of it.
-* A request passes older ones of its client only while a larger one runs that is older than they are. So each
-  of them is passed for at most the length of one answer.
+* A step may leave out some samples of a request, but it must compute the beams of a beam search together. So
+  each step begins with the request that was left out longest, and computes all its beams if it is a beam
+  search. The number of steps in a row that leave out a request is at most the number of other running
+  requests.
+* If a step has no room for all sequences of a waiting request, the request may still start if its client has
+  less than its share. The step then computes some of the sequences. If its client has its share, the request
+  may start only if the client has a larger running request, and if it is so small that its own share covers
+  all of its sequences.
+* A request overtakes waiting requests of its client only while the client has a larger running request that
+  is older than these. A request is therefore overtaken for at most the length of one answer.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ Turns = Mapping[SequenceGroup, int]
 
 
 def fair_shares(demands: Mapping[K, int], capacity: int) -> dict[K, int]:
-    """Return max-min fair shares: whoever demands less than an equal part gets it, the others share the rest.
+    """Return max-min fair shares: a demand below an equal part is met, and the other demands share the rest.
 
-    What cannot be divided equally goes to the first of equal demands::
+    The first of equal demands get what cannot be divided equally::
 
         fair_shares({"a": 2, "b": 9, "c": 9}, 12) == {"a": 2, "b": 5, "c": 5}
     """
@@ -53,7 +55,7 @@ class FairTurns:
 
     Args:
         queues: the groups.
-        fair_blocks: has their order.
+        fair_blocks: determines their order.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
     """
@@ -68,9 +70,9 @@ class FairTurns:
         self._num_divided = 0
 
     def divide_sequences(self, *, with_waiting: bool = True) -> Turns | None:
-        """Return the turns of the running groups, and of waiting ones that start although there is no room.
+        """Return the turns of running groups, and of waiting groups that start although there is no room.
 
-        None means that all running groups fit, and that no other may start.
+        None means that all running groups fit, and that no waiting group may start in this way.
         """
         running = self._queues.running
         num_slots = sum([group.num_slots for group in running])
@@ -88,9 +90,9 @@ class FairTurns:
         return turns
 
     def divide_tokens(self) -> dict[str, int] | None:
-        """Return how many tokens a step may compute for each client; None means that all have enough.
+        """Return how many tokens a step may compute for each client; None means that all tokens fit.
 
-        Only tokens of prompts are divided: each running sequence may decode.
+        Only tokens of prompts are limited: each running sequence may decode.
         """
         if len(self._queues.clients) < 2:
             return None
@@ -110,7 +112,7 @@ class FairTurns:
         return {client: decoding[client] + shares[client] for client in prompts}
 
     def _entitled(self, num_slots: int) -> list[SequenceGroup]:
-        """Return the waiting groups that find no room, but may start nevertheless."""
+        """Return the waiting groups for which there is no room, but which may start nevertheless."""
         running, num_clients = self._queues.running, len(self._queues.clients)
         if num_clients < 2 and num_slots >= self._max_num_seqs and all(g.num_slots == 1 for g in running):
             return []
@@ -120,7 +122,7 @@ class FairTurns:
             if group.is_loading or group.num_slots > most.get(group.client, group.num_slots):
                 continue
             if num_slots + group.num_slots <= self._max_num_seqs and not entitled and not most:
-                return []  # it fits, and so may the next ones
+                return []  # it fits, and the next ones may fit too
             if may_start(group, (*running, *entitled), self._max_num_seqs):
                 entitled.append(group)
                 continue
@@ -142,7 +144,7 @@ class FairTurns:
 
 
 def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: int) -> bool:
-    """Return whether a group may start although running ones leave too few of ``capacity`` sequences."""
+    """Return whether a group may start although running groups leave too few of ``capacity`` sequences."""
     slots_of = {other: other.num_slots for other in running}
     clients: Counter[str] = Counter()
     for other, num_slots in slots_of.items():
@@ -159,9 +161,10 @@ def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: 
 
 
 def divided(ordered: Sequence[SequenceGroup], capacity: int) -> Turns:
-    """Return the turns of groups, which are given in the order in which they were left out longest.
+    """Return the turns of groups; ``groups`` begins with the group that was left out longest.
 
-    Client a has requests for 64 samples and for 1, client b for 4; a step computes 16 sequences::
+    Client a has a request for 64 samples and one for 1 sample, client b one for 4; a step computes 16
+    sequences::
 
         clients    a 12, b 4
         groups     a1 11 of 64, a2 1 of 1, b1 4 of 4

@@ -1,4 +1,4 @@
-"""Gives a sequence that starts its blocks: its cached prefix, from the pool or a tier below it, and new ones.
+"""Gives a starting sequence its blocks: the cached prefix, from the pool or a tier below it, and new blocks.
 
 ::
 
@@ -34,7 +34,7 @@ class FirstBlocks:
         self._tiers = tiers
 
     def is_loading(self, group: SequenceGroup) -> bool:
-        """Return whether blocks of a group's prompt are still read from disk; the first call starts it."""
+        """Return whether a prompt's blocks are being read from disk; the first call starts the reads."""
         if self._tiers is None or group.holds_blocks or group.swapped is not None:
             return False
         if group.prefetch is None:
@@ -42,11 +42,11 @@ class FirstBlocks:
         return group.is_loading
 
     def allocate_for(self, group: SequenceGroup, schedule: Schedule) -> bool:
-        """Give a group's first sequence blocks for all its tokens, or as many as it can ever hold at once.
+        """Give a group's first sequence blocks for all its tokens, or the most that it can hold at once.
 
         Returns:
-            Whether it got them. It gets none if there are too few, or if a running sequence is about to seal
-            the block that this one would compute next.
+            Whether it got them. It gets no blocks if there are too few, or if a running sequence is about to
+            seal the block that this sequence would compute next.
         """
         if self._still_lacks_blocks(group) or self._still_waits_for_block(group):
             return False
@@ -68,7 +68,7 @@ class FirstBlocks:
         return True
 
     def _still_lacks_blocks(self, group: SequenceGroup) -> bool:
-        """Return whether a group still lacks blocks; matching its whole prompt again would be slow."""
+        """Return whether a group surely still lacks blocks, without the slow matching of its whole prompt."""
         lack = group.lack
         if lack is None or not self._queues.running:
             return False
@@ -82,12 +82,12 @@ class FirstBlocks:
         return self._is_being_computed(sequence, index)
 
     def _next_hash(self, sequence: Sequence) -> list[bytes]:
-        """Return the hash of the first block after the cached prefix, as a list; empty if it is unusable."""
+        """Return a list with the hash of the first block after the cached prefix; [] if it is unusable."""
         index = len(sequence.block_table)
         return sequence.block_hashes[index : min(index + 1, self._num_usable_blocks(sequence))]
 
     def _num_usable_blocks(self, sequence: Sequence) -> int:
-        """Return how many full blocks a sequence may take from a cache; its last token must be computed."""
+        """Return how many full blocks a sequence may take from a cache; it must compute its last token."""
         return min(sequence.num_tokens - 1, sequence.max_cached_tokens) // self._tables.block_size
 
     def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
@@ -102,9 +102,9 @@ class FirstBlocks:
         )
 
     def _allocate(self, sequence: Sequence, num_blocks: int, schedule: Schedule) -> None:
-        """Extend a table by blocks, of which the first may get their content from a copy."""
-        # If a sequence frees blocks before it has all of them, later steps must allocate the rest and may
-        # find no room. Such a sequence takes nothing from host memory.
+        """Extend a table by blocks; the first of them may get their content by a copy from host memory."""
+        # A sequence that frees blocks before it has all of them needs allocations in later steps, which may
+        # fail. Such a sequence takes no blocks from host memory.
         is_whole = len(sequence.block_table) + num_blocks == self._tables.blocks_for(sequence.num_tokens)
         # Do this before the allocation, whose evictions may push these blocks out of host memory.
         host_ids = self._take_from_host(sequence, num_blocks, schedule) if is_whole else []
@@ -140,13 +140,13 @@ class FirstBlocks:
         return host_ids
 
     def _pin_dropped(self, sequence: Sequence, num_new_blocks: int, schedule: Schedule) -> bool:
-        """Pin the cached blocks that a window has dropped until the step's blocks have been moved.
+        """Pin cached blocks that the window has dropped, until the step's blocks have been moved.
 
-        They are the parents of the blocks that come from host memory. Without a reference, the allocation of
-        new blocks could evict them, and their children could then not be sealed.
+        They are the parents of blocks from host memory. Without a reference, the allocation of new blocks
+        could evict them, and their children could then not be sealed.
 
         Returns:
-            Whether the new blocks still fit; if not, nothing is pinned.
+            Whether the new blocks still fit; otherwise nothing is pinned.
         """
         dropped = self._pool.look_up(sequence.block_hashes[: sequence.num_dropped_blocks])
         self._pool.share(dropped)
@@ -157,7 +157,7 @@ class FirstBlocks:
         return True
 
     def _pin_partial_hit(self, sequence: Sequence, num_new_blocks: int) -> PartialHit | None:
-        """Pin a cached block whose leading tokens are the sequence's next tokens; return it, or None.
+        """Pin and return a cached block whose leading tokens are the sequence's next tokens, if there is one.
 
         The sequence gets a copy of the block. It seals the copy once all tokens in it are computed.
         """

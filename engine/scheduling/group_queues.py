@@ -1,4 +1,4 @@
-"""The groups of one engine in the order of arrival; ``fair_blocks.py`` has the order of several clients.
+"""The groups of one engine in the order of arrival; ``fair_blocks.py`` orders those of several clients.
 
 ::
 
@@ -25,14 +25,14 @@ WATERMARK = 0.01
 
 
 class GroupQueues:
-    """Groups that run, that wait to run, and that wait for blocks which another worker will fill.
+    """Groups that run, that wait to run, or that wait for blocks in which another worker will write.
 
     Attributes:
         running: groups that the next step computes, in the order of arrival.
-        waiting: groups to compute here, new or preempted, in the order of arrival.
-        transfers: groups whose prompts other workers compute and that lack blocks, in the order of arrival.
-        num_owed_blocks: the clients whose next group waits for a sequence in a step, not for blocks, and how
-            many blocks others leave to each.
+        waiting: new or preempted groups to compute here, in the order of arrival.
+        transfers: groups that lack blocks and whose prompts other workers compute, in the order of arrival.
+        num_owed_blocks: how many blocks other clients leave to a client whose next group waits for a sequence
+            in a step, and not for blocks.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -42,7 +42,10 @@ class GroupQueues:
         self.num_owed_blocks: dict[str, int] = {}
         self._num_by_client: Counter[str] = Counter()
         self._with_blocks: set[SequenceGroup] = set()
-        """Waiting groups that hold blocks, or did when this was noted. There are far fewer than may wait."""
+        """Waiting groups that hold blocks, or held some when they were recorded.
+
+        They are far fewer than all waiting groups.
+        """
         self._pool = pool
         self._num_watermark_blocks = math.ceil(WATERMARK * pool.num_blocks)
         self._num_arrived = 0
@@ -54,13 +57,16 @@ class GroupQueues:
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks that a group without blocks may take; while groups run, some are kept for their growth."""
+        """Blocks that a group without blocks may take.
+
+        While groups run, some blocks are reserved for their growth.
+        """
         num_owed = sum(self.num_owed_blocks.values()) if self.running and self.waiting else 0
         return self.num_blocks_above_watermark - num_owed
 
     @property
     def num_blocks_above_watermark(self) -> int:
-        """Blocks that are not kept for the growth of running groups; all, if none runs."""
+        """Blocks that are not reserved for the growth of running groups; all if no group runs."""
         return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
 
     @property
@@ -71,7 +77,7 @@ class GroupQueues:
     def add_waiting(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table.
 
-        A transfer keeps its position in the order, so it may overtake transfers that are complete already.
+        A transfer keeps its position in the order, so it may overtake transfers that were complete before.
         """
         self._stamp_arrival(group)
         insort(self.waiting, group, key=_arrival)
@@ -90,25 +96,25 @@ class GroupQueues:
         return sorted((group for group in self._with_blocks if group.holds_blocks), key=_arrival)
 
     def add_transfer(self, group: SequenceGroup, on_outcome: OnOutcome) -> None:
-        """Queue a group for the blocks that it lacks; ``on_outcome`` is notified whether it gets them."""
+        """Queue a group for the blocks that it lacks; ``on_outcome`` is called when it gets them or ends."""
         self._stamp_arrival(group)
         self.transfers[group] = on_outcome
 
     def start_group(self, group: SequenceGroup) -> None:
-        """Let a waiting group run."""
+        """Move a waiting group to the running groups."""
         self.waiting.remove(group)
         self._with_blocks.discard(group)
         insort(self.running, group, key=_arrival)
 
     def suspend_group(self, group: SequenceGroup) -> None:
-        """Let a group wait that has run; do nothing if it waits already."""
+        """Move a running group to the waiting groups; do nothing if it is waiting already."""
         if group in self.running:
             self.running.remove(group)
             self._count_out(group)
             self.add_waiting(group)
 
     def remove_group(self, group: SequenceGroup) -> None:
-        """Take a group out of ``running`` or ``waiting``, if it is in one of them."""
+        """Remove a group from ``running`` or ``waiting``, if it is in one of them."""
         if group in self.running:
             self.running.remove(group)
             self._count_out(group)

@@ -1,6 +1,6 @@
 """Preemption: when blocks run out, a group gives up all of its blocks until there is room again.
 
-``fair_blocks.py`` says which group. Its blocks are then copied back from host memory (``swapping.py``) or
+``fair_blocks.py`` chooses the group. Later its blocks are copied back from host memory (``swapping.py``) or
 recomputed, whichever is cheaper (PagedAttention, Kwon et al., SOSP 2023, section 4.5).
 """
 
@@ -19,7 +19,7 @@ from quire.engine.sequences.sequence import SequenceStatus
 
 
 class PreemptionCounts(NamedTuple):
-    """How often groups were preempted, by the way in which they get their blocks back."""
+    """Number of preemptions, by the way in which the groups get their blocks back."""
 
     swapped: int
     recomputed: int
@@ -27,14 +27,14 @@ class PreemptionCounts(NamedTuple):
 
 @dataclass(eq=False)
 class Preemption:
-    """Takes the blocks of groups, and chooses how each group gets them back.
+    """Takes blocks away from groups, and chooses how each group gets them back.
 
     Args:
         queues: the groups; a preempted group waits again.
         tables: the ledger of their blocks.
         swapping: copies blocks to host memory.
-        prefers_swap: gets numbers of tokens and blocks, and returns whether it is faster to copy the blocks
-            back from host memory than to recompute the tokens.
+        prefers_swap: given the numbers of tokens and blocks, returns whether copying the blocks back from
+            host memory is faster than recomputing the tokens.
     """
 
     queues: GroupQueues
@@ -45,11 +45,11 @@ class Preemption:
 
     @property
     def num_preempted(self) -> int:
-        """How often groups were preempted, whether swapped out or recomputed."""
+        """Number of preemptions, by swapping or recomputing."""
         return sum(self.counts)
 
     def preempt(self, victim: SequenceGroup, schedule: Schedule) -> None:
-        """Take all blocks of a group, and plan to swap them out or to recompute them; the group waits."""
+        """Take all blocks away from a group, and plan to swap or recompute them; the group then waits."""
         victim.set_status(SequenceStatus.PREEMPTED)
         victim.drop_drafts()
         victim.num_preemptions += 1
@@ -67,7 +67,7 @@ class Preemption:
         self.queues.suspend_group(victim)
 
     def _is_swapped(self, victim: SequenceGroup) -> bool:
-        """Return whether to swap a group out: if host memory has room, and recomputing is not cheaper."""
+        """Return whether to swap a group out: host memory has room, and recomputing is not cheaper."""
         num_blocks = self.swapping.num_blocks(victim)
         if num_blocks > self.swapping.num_free:
             return False

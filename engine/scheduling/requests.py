@@ -17,7 +17,7 @@ from quire.engine.sequences.stop_rules import StopRules
 
 @dataclass(eq=False)
 class Requests:
-    """Registers requests and ends them, in whatever state they are.
+    """Registers requests, and ends them in any state.
 
     Args:
         checks: refuses requests that can never run.
@@ -40,7 +40,7 @@ class Requests:
     groups: dict[str, SequenceGroup] = field(default_factory=dict, init=False)
 
     def register(self, prompt: Sequence) -> SequenceGroup:
-        """Return the group of a new request, which is in no queue yet.
+        """Register a new request; return its group, which is not in a queue yet.
 
         Raises:
             RequestTooLongError: the request can never fit.
@@ -96,7 +96,7 @@ class Requests:
 
 
 def _is_plain(prompt: Sequence) -> bool:
-    """Return whether a request has one sequence, which is plain; see ``Sequence``."""
+    """Return whether a request's only sequence is plain; see ``Sequence.is_plain``."""
     params = prompt.params
     has_one_answer = params.n == 1 and params.beam is None
     keeps_blocks = params.kv_budget_tokens is None and not prompt.stops_after_prefill

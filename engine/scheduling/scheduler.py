@@ -1,35 +1,36 @@
 """Decides what each step computes: first come first served, under a token budget, and fairly between clients.
 
-There is no prefill phase and no decode phase. A sequence has tokens that are not computed yet: many for a
-new prompt, one for a sequence that decodes. Each step takes the oldest groups first and computes as many of
-those tokens as the budget allows. A long prompt is thus prefilled in chunks, in the same steps as decodes.
-What does not all fit into a step is divided among clients (``fair_turns.py``).
+There is no prefill phase and no decode phase. A sequence has tokens that are not computed yet: many for a new
+prompt, one for a sequence that decodes. Each step begins with the oldest groups, and computes as many of
+these tokens as the budget allows. A long prompt is thus prefilled in chunks, in the same steps as decodes. If
+a step has too little room for all groups, clients share it (``fair_turns.py``).
 
-When blocks run out, the newest group gives up all of its blocks (``preemption.py``). It resumes when there is
-room for all of them.
+When blocks run out, the newest group gives up all of its blocks (``preemption.py``). It resumes when all of
+them fit again.
 
 Prompts that are computed here (``first_blocks.py``), preempted groups, and transfers, whose prompts another
 worker computes (``transfers.py``), get blocks in one order of arrival (``group_queues.py``):
 
-* No group without blocks gets its first block before an older group that waits for blocks. Groups that hold
-  all their blocks may run meanwhile. Each of them passes a blocked group at most once, because it keeps its
-  blocks until it ends or is preempted, and because no newer transfer gets blocks while the older group waits.
-* Where several clients have groups, the order of arrival is that of each client's own groups. Those of a
-  client that holds fewer blocks come first, and are preempted last (``fair_blocks.py``).
+* While a group waits for blocks, no newer group gets its first block. Groups that hold all their blocks may
+  run meanwhile. Each of them overtakes the blocked group at most once, because it keeps its blocks until it
+  ends or is preempted, and because no newer transfer gets blocks while the older group waits.
+* If several clients have groups, the order of arrival applies only within a client. The groups of a client
+  that holds fewer blocks come first, and are preempted last (``fair_blocks.py``).
 * A new group leaves 1 % of the blocks free while other groups run, so that these can grow.
-* A group may get blocks before an older one of another client that waits for a sequence in a step. It leaves
-  as many blocks free as the largest such group of each client needs.
+* If an older group of another client waits for a sequence in a step, a newer group may get blocks first. For
+  each such client, it leaves as many blocks free as the client's largest waiting group needs.
 
 Every group runs eventually:
 
 * A transfer gets all its blocks at once or none. A transfer that has all of them waits only for its sender,
-  and ends at its deadline at the latest. So no two transfers wait for each other's blocks, with one
-  exception: a waiting transfer holds the part of its prompt that was cached here.
-* If no group runs, the waiting groups that hold blocks give them up, the newest first, until one can run.
-  If only waiting transfers then hold blocks, the newest is ended, and the router tries another worker. So as
-  long as anything is left to do, a group runs or a transfer is in flight.
-* A bounded number of groups can overtake the oldest waiting group: those that already hold blocks. Every
-  answer has a bounded length, so they free their blocks, and the oldest waiting group gets these first.
+  and ends at its deadline at the latest. Two transfers therefore cannot wait for each other's blocks. There
+  is one exception: a waiting transfer holds the part of its prompt that was cached here.
+* If no group runs, waiting groups that hold blocks give them up, the newest group first, until a group can
+  run. If only waiting transfers then hold blocks, the newest transfer is ended, and the router tries another
+  worker. So as long as there are requests, a group runs or a transfer is in flight.
+* Only groups that already hold blocks can overtake the oldest waiting group, and their number is bounded.
+  Every answer has a bounded length, so these groups free their blocks, and the oldest waiting group is the
+  first to get them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus
 
 MAX_SCORED_TOKENS = 64
-"""Most tokens that a step computes of a prompt whose logprobs are asked for. Each needs logits for the whole
-vocabulary, so that a chunk of the usual size would hold up all other sequences for a second or more."""
+"""Most tokens that a step computes of a prompt whose logprobs are requested.
+
+Each token needs logits for the whole vocabulary, so a chunk of the usual size would delay all other sequences
+for a second or more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,11 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Budget:
-    """What a step has left: tokens, draft tokens among them, and sequences that it may still admit.
+    """What a step has left: tokens, draft tokens (which are some of the tokens), and sequences to admit.
 
     Attributes:
-        turns: how many sequences of each group it computes; None: all.
-        num_by_client: how many tokens it may still compute for each client; None: any number.
+        turns: how many sequences of each group it computes; None means all.
+        num_by_client: how many tokens it may still compute for each client; None means any number.
     """
 
     num_tokens: int
@@ -95,7 +99,7 @@ class _Budget:
         return group.num_slots <= self.num_slots if self.turns is None else self.has_turn(group)
 
     def has_turn(self, group: SequenceGroup) -> bool:
-        """Return whether a divided step computes some of a group's sequences."""
+        """Return whether a group has a turn in this step."""
         return self.turns is not None and self.turns.get(group, 0) > 0
 
     def tokens_for(self, group: SequenceGroup) -> int:
@@ -126,7 +130,7 @@ class Scheduler:
         tables: the ledger of the blocks that sequences hold.
         preemption: frees the blocks of groups, and copies them back.
         first_blocks: gives blocks to groups that start.
-        fair_blocks: has the order of the groups of several clients.
+        fair_blocks: orders the groups of several clients.
     """
 
     config: SchedulerConfig
@@ -168,9 +172,9 @@ class Scheduler:
             self._admit_waiting(schedule, budget)
 
     def _continue_without_turns(self, schedule: Schedule) -> None:
-        """Divide a step again that computes nothing although groups run: the engine would wait for an event.
+        """Divide a step again if it computes nothing although groups run: the engine would stop and wait.
 
-        Those that had turns were preempted, or could not start.
+        This happens if the groups with turns were preempted or could not start.
         """
         while self.queues.running and not schedule.sequences:
             num_preempted = self.preemption.num_preempted
@@ -193,7 +197,7 @@ class Scheduler:
         return budget
 
     def _admit_first(self, schedule: Schedule) -> None:
-        """Admit groups while none runs; waiting groups that hold blocks would never release them."""
+        """Admit groups while none runs, since waiting groups that hold blocks would never release them."""
         budget = self._budget()
         self._admit_waiting(schedule, budget)
         if not self.queues.running:
@@ -242,10 +246,10 @@ class Scheduler:
                 budget.spend(group, chosen)
 
     def _has_next_token(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is plain, lacks one token and has room for it, perhaps in a new block.
+        """Return whether a sequence is plain and lacks one token, for which it has room or gets a new block.
 
-        Nothing else has to be decided for it: only the samples and beams of one request share a block that is
-        not full. Most sequences of most steps are like this.
+        There is nothing else to decide for such a sequence, since only samples and beams of one request share
+        a block that is not full. Most sequences of most steps are like this.
         """
         num_computed = sequence.num_computed_tokens
         if not sequence.is_plain or len(sequence.token_ids) > num_computed + 1 or sequence.draft_token_ids:
@@ -288,7 +292,7 @@ class Scheduler:
         return chosen
 
     def _started_sequences(self, group: SequenceGroup, most: int | None) -> list[Sequence]:
-        """Return the sequences of a group that can be computed, only the first ones if there are too many.
+        """Return the sequences of a group to compute; only the first ones if there are too many.
 
         After a preemption all sequences may have to be recomputed. The others then wait until the first one
         has sealed the blocks of the prompt. Otherwise each would compute the prompt into separate blocks.
@@ -329,10 +333,11 @@ class Scheduler:
     # --- waiting groups -----------------------------------------------------------------------------------
 
     def _admit_waiting(self, schedule: Schedule, budget: _Budget) -> None:
-        """Admit groups in their order, but none that lacks blocks before an older transfer.
+        """Admit groups in their order, but no group that lacks blocks before an older transfer.
 
-        A group with blocks may pass a group without, and any group one of another client for which the step
-        has no sequence or token left. A group that has a turn may also pass larger ones of its own client.
+        A group with blocks may overtake groups without blocks. Any group may overtake a group of another
+        client if the step has no sequence or token left for that client. A group that has a turn may also
+        overtake larger groups of its own client.
         """
         queues = self.queues
         owed: dict[str, int] = {}
@@ -362,7 +367,7 @@ class Scheduler:
                     self._start(group, schedule, budget)
 
     def _pass(self, group: SequenceGroup, owed: dict[str, int]) -> None:
-        """Let other clients' groups pass one, which they leave the blocks that it may need."""
+        """Let groups of other clients overtake a group, but leave it the blocks that it may need."""
         num_blocks = 0
         if not group.holds_blocks:
             swapped = group.swapped
@@ -370,7 +375,7 @@ class Scheduler:
         owed[group.client] = max(owed.get(group.client, 0), num_blocks)
 
     def _start(self, group: SequenceGroup, schedule: Schedule, budget: _Budget) -> bool:
-        """Let a waiting group run if it can be admitted; return whether it can."""
+        """Admit a waiting group if possible; return whether it was admitted."""
         chosen = self._admit(group, schedule, budget)
         if chosen is None:
             self.queues.note_blocks(group)
@@ -385,7 +390,7 @@ class Scheduler:
     def _admit(
         self, group: SequenceGroup, schedule: Schedule, budget: _Budget
     ) -> list[ScheduledSequence] | None:
-        """Give a waiting group its blocks: from swap space or its cached prefix, and new ones.
+        """Give a waiting group its blocks: from swap space, or its cached prefix and new blocks.
 
         Returns:
             The sequences and tokens to compute in this step; None if the group cannot be admitted.

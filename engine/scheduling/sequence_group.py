@@ -34,8 +34,8 @@ class Lack(NamedTuple):
 
     Attributes:
         num_blocks: blocks that it would have taken from the pool, including those of its cached prefix.
-        next_hash: hash of the first block after the cached prefix, as a list: once that block is cached,
-            fewer blocks are needed. The list is empty if no block can help.
+        next_hash: a list with the hash of the first block after the cached prefix. Once that block is cached,
+            the group needs fewer blocks. The list is empty if no block can help.
     """
 
     num_blocks: int
@@ -44,21 +44,22 @@ class Lack(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SequenceGroup:
-    """A request: one sequence, the prompt, that becomes ``params.num_sequences`` when it has been computed.
+    """A request: a single sequence until the prompt is computed, and then ``params.num_sequences`` of them.
 
     Attributes:
         prompt: the first sequence, which the others are forked from.
-        sequences: the sequences that have not ended, or the one of a finished prefill.
+        sequences: the sequences that have not ended, or the sequence of a finished prefill.
         beam: the state of a beam search.
         arrival: position in the order of arrival; the newest group is preempted first.
-        swapped: where the blocks are, if they are in host memory.
+        swapped: where the blocks are while they are in host memory.
         prefetch: blocks of its prompt that are read from disk, or have been read.
-        lack: why it could not begin the last time that it was tried.
-        awaited: index of the block that another sequence was computing then; None: it waited for no block.
+        lack: why the latest attempt to begin it failed.
+        awaited: index of the block that another sequence was computing at that time; None if it waited for no
+            block.
         is_forked: whether its samples or beams have been made from the prompt.
         num_preemptions: how often it has been preempted.
-        turn: number of the last step that was divided and computed it (``fair_turns.py``).
-        next_token: one token of the first sequence, which is what most steps compute of a plain request.
+        turn: number of the latest divided step that computed it (``fair_turns.py``).
+        next_token: one token of the first sequence: most steps compute exactly this for a plain request.
     """
 
     prompt: Sequence
@@ -84,7 +85,7 @@ class SequenceGroup:
 
     @property
     def client(self) -> str:
-        """Whose request it is."""
+        """The client that sent the request."""
         return self.prompt.client
 
     @property
@@ -94,8 +95,8 @@ class SequenceGroup:
 
     @property
     def num_slots(self) -> int:
-        """Number of sequences that it may have in a batch."""
-        # A beam search may have few beams while few tokens are allowed, and later have all of them again.
+        """Most sequences that it may have in a batch."""
+        # A beam search may have fewer beams for a while, if few tokens are allowed, and all of them later.
         is_fixed = self.is_forked and self.beam is None
         return len(self.sequences) if is_fixed else self.params.num_sequences
 
@@ -125,7 +126,7 @@ class SequenceGroup:
 
     @property
     def is_preemptible(self) -> bool:
-        """Whether its blocks can be taken; a transfer may be reading those of a prefill worker's request."""
+        """Whether its blocks can be taken. On a prefill worker, a transfer may be reading them."""
         return self.holds_blocks and not self.prompt.stops_after_prefill
 
     @property

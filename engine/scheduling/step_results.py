@@ -27,7 +27,7 @@ from quire.engine.sequences.stop_rules import StopRules
 
 @dataclass(eq=False)
 class StepResults:
-    """Processes the results of one step after another; each step calls the methods in their order.
+    """Processes the results of each step. The engine calls the methods in the order of their definition.
 
     An exception in the processing of one request ends that request only.
 
@@ -36,7 +36,7 @@ class StepResults:
         tables: the ledger of their blocks.
         eviction: chooses the blocks that requests with a KV budget free.
         stop_rules: decide when a sequence ends.
-        record_drafts: learns of a sequence's draft tokens, and how many of them were right.
+        record_drafts: records a sequence's draft tokens, and how many of them were right.
     """
 
     requests: Requests
@@ -85,7 +85,7 @@ class StepResults:
         return updates
 
     def _samples_later(self, sequence: Sequence, row: int, is_done: bool) -> bool:
-        """Note which tokens a sequence that is not plain samples; return False if it samples none.
+        """Record which tokens a sequence that is not plain samples; return False if it samples none.
 
         Args:
             sequence: the sequence, whose computed tokens have been counted.
@@ -117,7 +117,7 @@ class StepResults:
         self.tables.drop(sequence, excess)
 
     def sample(self, logits: torch.Tensor) -> list[SequenceUpdate]:
-        """Sample tokens for the sequences that were computed to their end; return updates with the tokens."""
+        """Sample tokens for sequences without uncomputed tokens; return updates with the new tokens."""
         to_sample, failures = self._to_sample, self._failures
         if failures.errors:  # another sequence of the same request may have failed
             pairs = zip(*to_sample, strict=True)
@@ -130,7 +130,7 @@ class StepResults:
     def advance_beam_searches(
         self, scheduled: list[ScheduledSequence], logits: torch.Tensor
     ) -> list[SequenceUpdate]:
-        """Advance beam searches whose beams have all been computed; return an update for each, or answers."""
+        """Advance beam searches whose beams are all computed; return an update or the answers of each."""
         groups = self._computed_beam_searches()
         if not groups:
             return []
@@ -145,7 +145,7 @@ class StepResults:
                 extensions = choose_extensions(group.beam, beams, beam_logits, self.stop_rules.eos_token_ids)
             if group.attempt_id in self._failures:
                 continue
-            # The last step extends no beam, but ends answers.
+            # The last step of a search extends no beam: it ends answers.
             group.prompt.tally.num_generated_tokens += len(extensions or group.beam.hypotheses)
             if group.beam.is_done:
                 self.requests.discard_group(group, SequenceStatus.FINISHED_STOPPED)
@@ -163,7 +163,7 @@ class StepResults:
         ]
 
     def end_sampled(self, sampled: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Free the sequences that ended with their tokens; return the updates, except of failed requests."""
+        """Free the sequences that the step has ended; return all updates except those of failed requests."""
         if self._failures.errors:
             sampled = [each for each in sampled if each.sequence.attempt_id not in self._failures]
         if self.record_drafts is not None:
@@ -187,7 +187,7 @@ class StepResults:
         self.tables.trim(sequence)
 
     def end_failed_requests(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """End the requests that failed in this step; replace their updates by one with the error."""
+        """End the requests that failed in this step; replace all updates of each by one with the error."""
         if not self._failures.errors:
             return updates
         kept = [update for update in updates if update.sequence.attempt_id not in self._failures]

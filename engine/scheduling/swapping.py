@@ -16,7 +16,7 @@ class Swapping:
     """Moves the blocks of groups between the pool and host memory; a block that sequences share moves once.
 
     Args:
-        queues: says how many blocks of the pool a group may take.
+        queues: knows how many blocks of the pool a group may take.
         tables: the ledger of the groups' blocks.
         swap_space: the ledger of host blocks.
     """
@@ -53,12 +53,13 @@ class Swapping:
     def swap_in(
         self, group: SequenceGroup, schedule: Schedule, num_next_blocks: Callable[[SequenceGroup], int]
     ) -> bool:
-        """Plan to copy a group's blocks back; return False if they and its next tokens do not all fit.
+        """Plan to copy a group's blocks back; return False if there is no room for them and its next tokens.
 
         Args:
             group: the group, whose blocks are in host memory.
             schedule: gets the copies.
-            num_next_blocks: returns how many more blocks the group's next tokens take, once it has tables.
+            num_next_blocks: called when the group has tables; returns how many more blocks its next tokens
+                take.
         """
         assert group.swapped is not None
         host_ids, tables = group.swapped

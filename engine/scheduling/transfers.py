@@ -42,8 +42,8 @@ class Transfers:
 
     Args:
         requests: the requests of the engine.
-        queues: their queues, of which ``transfers`` holds the requests that lack blocks.
-        fair_blocks: has the order of the groups of several clients.
+        queues: their queues; ``queues.transfers`` has the requests that lack blocks.
+        fair_blocks: orders the groups of several clients.
         tables: the ledger of their blocks.
         eviction: chooses the blocks that a prompt with a KV budget frees when it has arrived.
         stop_rules: decide whether the first token ends a request.
@@ -62,11 +62,11 @@ class Transfers:
         return len(self.queues.transfers)
 
     def accept(self, prompt: Sequence) -> int:
-        """Take a request whose prompt another worker computes; return the index of the first block it lacks.
+        """Accept a request whose prompt another worker computes; return the index of the first missing block.
 
         The blocks before that index are cached here. The request holds a reference to them until it ends, or
         until no later token attends to them. If the request has several sequences, they sample their first
-        tokens here: the prompt's last token is then computed by this worker and not by the other one.
+        tokens here, so this worker computes the prompt's last token, and not the other worker.
 
         Raises:
             RequestTooLongError: the request can never fit.
@@ -81,13 +81,13 @@ class Transfers:
         return len(prompt.block_table)
 
     def reserve(self, attempt_id: str, on_outcome: OnOutcome) -> None:
-        """Ask for the blocks of an accepted request's whole prompt; ``on_outcome`` later gets the outcome.
+        """Ask for blocks for an accepted request's whole prompt; ``on_outcome`` later gets the outcome.
 
         ``on_outcome(True)`` means that the request got all of its blocks; it never gets only some of them.
         Accepted requests and requests that are computed here share one order of arrival.
 
         ``on_outcome(False)`` means that the request ended first. It may be ended to break a deadlock: waiting
-        requests may hold cached prefixes, and if only these stand in the way, the newest waiting request is
+        requests hold cached prefixes, and if nothing else could free blocks, the newest waiting request is
         ended, since another worker may have room for it.
 
         Raises:
@@ -96,7 +96,7 @@ class Transfers:
         self.queues.add_transfer(self.requests.groups[attempt_id], on_outcome)
 
     def grant_blocks(self) -> None:
-        """Give free blocks to waiting transfers; end the newest one if no other group will free blocks.
+        """Give free blocks to waiting transfers; end the newest transfer if nothing else will free blocks.
 
         Call this after anything that may free blocks. ``Engine.step`` does so itself.
         """
@@ -104,7 +104,7 @@ class Transfers:
             pass
 
     def _grant_next(self) -> bool:
-        """Give the next transfer the blocks for its whole prompt, if it is its turn.
+        """Give the next transfer the blocks for its whole prompt, if it may have them now.
 
         Returns:
             Whether it got them; False if no transfer waits.
@@ -126,8 +126,8 @@ class Transfers:
     def _may_pass(self, transfer: SequenceGroup, transfers: list[SequenceGroup]) -> bool:
         """Return whether a transfer may get blocks before older ones.
 
-        Its sender may have to finish these before. So they must be able to get their blocks even while all
-        blocks that have been granted wait for their content.
+        Its sender may have to finish the older transfers first. They must therefore be able to get their
+        blocks while all granted blocks still wait for their content.
         """
         if self._is_behind_waiting_group(transfer):
             return False
@@ -141,8 +141,9 @@ class Transfers:
     def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
         """Return whether an older group than a transfer waits for all its blocks.
 
-        A group does not if it waits for a disk, or, as another client's or a larger one, for a sequence in a
-        step, or if its client holds more blocks than that of the transfer.
+        A group does not count if it waits for the disk, or if its client holds more blocks than the client of
+        the transfer. If it belongs to another client or is larger, it also does not count while it waits for
+        a sequence in a step.
         """
 
         def is_larger(group: SequenceGroup) -> bool:
@@ -159,10 +160,10 @@ class Transfers:
         )
 
     def end_deadlocked(self) -> bool:
-        """End the newest transfer if only waiting transfers hold blocks, so that none would be freed.
+        """End the newest transfer if only waiting transfers hold blocks: no block would ever become free.
 
         Returns:
-            Whether it was ended; its blocks are free then.
+            Whether a transfer was ended, which frees its blocks.
         """
         transfers = self.queues.transfers
         held = {block_id for group in transfers for block_id in group.prompt.held_blocks}

@@ -1,8 +1,8 @@
 """Beam search as transformers does it (version 5), one step at a time.
 
 Each step extends every beam by every token, keeps the most probable extensions, and stores the answers that
-ended. The details decide which answer wins, so they are the same as in transformers: what counts as a
-candidate, when an answer's score is divided by its length, and when the search ends.
+ended. Details decide which answer wins: what counts as a candidate, when an answer's score is divided by its
+length, and when the search ends. All of them are the same as in transformers.
 
 ``choose_extensions`` runs a step of a search, and ``answers`` gives its result.
 """
@@ -62,7 +62,7 @@ class BeamSearch:
         self._scores = torch.zeros(1)
         self._can_improve = True
         self.hypotheses: list[Hypothesis] = []
-        """Finished answers, the best first, at most as many as the width."""
+        """Finished answers, the best one first. Their number is at most the width."""
         self.is_done = False
 
     def advance(self, logprobs: torch.Tensor, outputs: list[list[int]]) -> list[BeamExtension]:
@@ -74,8 +74,9 @@ class BeamSearch:
             outputs: the tokens that each beam has generated.
 
         Returns:
-            The beams of the next step, the best first. There are fewer than the width if fewer are allowed,
-            and none if the search is over. If it is over without any hypothesis, no token was allowed.
+            The beams of the next step, the best one first. There are fewer than the width if fewer are
+            allowed, and none if the search is over. If it is over and there are no hypotheses, no token was
+            allowed.
         """
         totals = (logprobs.cpu() + self._scores[:, None]).flatten()
         vocab_size = logprobs.shape[-1]
@@ -103,7 +104,7 @@ class BeamSearch:
         outputs: list[list[int]],
         length: int,
     ) -> None:
-        """Add the answers that ended among the best candidates to the hypotheses."""
+        """Add those of the best candidates that end an answer to the hypotheses."""
         if not self._can_improve or (self._is_full and self._params.early_stopping is True):
             return
         for score, candidate, is_end in zip(scores, candidates, ends, strict=True):
@@ -119,7 +120,7 @@ class BeamSearch:
         return len(self.hypotheses) == self._params.width
 
     def _update_is_done(self, best_running: float, length: int, have_all_ended: bool) -> None:
-        """End the search when no beam can, or is likely to, beat the worst finished answer."""
+        """End the search if no beam can beat the worst finished answer, or if none is likely to beat it."""
         params = self._params
         if self._is_full:
             looks_far = params.early_stopping == "never" and params.length_penalty > 0.0
@@ -154,12 +155,12 @@ def choose_extensions(
     logits = logits.float()
     if not are_finite(logits).all():
         raise not_finite()
-    # As in transformers, the rules change logprobs, whose probabilities then no longer sum to one.
+    # As in transformers, the rules change logprobs, so the probabilities no longer sum to one.
     logprobs = process_logits((logits - log_sums(logits)).float(), beams, eos_token_ids)
     errors = [beam.logits_rules.error for beam in beams if beam.logits_rules is not None]
     for error in errors:
-        # A beam that no token may follow simply ends. A beam whose format has failed might have been the
-        # best one, so the whole request fails.
+        # A beam ends if no token may follow it. If a beam's format fails, the whole request fails, since this
+        # beam might have become the best one.
         if error is not None and not isinstance(error, NoTokenLeftError):
             raise error
     extensions = search.advance(logprobs, outputs)

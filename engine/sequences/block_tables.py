@@ -1,6 +1,6 @@
 """The ledger of block tables: which blocks a sequence holds, finds in the cache, fills, shares and frees.
 
-The scheduler decides whether a sequence gets blocks. This file takes them and seals them.
+The scheduler decides whether a sequence gets blocks. This file then allocates and seals them.
 
 Sequences of one request share blocks (PagedAttention, Kwon et al., SOSP 2023). There are three operations:
 ``fork`` gives a new sequence the blocks of an existing one; ``append`` gives a sequence room for more tokens,
@@ -20,7 +20,7 @@ from quire.engine.sequences.block_tokens import BlockTokens, PartialHit
 from quire.engine.sequences.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
 
 _MIN_PARTIAL_HIT = 0.25
-"""Smallest share of a block's tokens for which copying the block is faster than computing the tokens."""
+"""Smallest matching share of a block's tokens for which copying the block is faster than computing them."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class BlockTables:
         block_size: tokens per block.
         hash_block: computes the hash of a full block.
         window: how many tokens a token attends to, including itself; None means all tokens before it.
-        max_step_tokens: most tokens of a step, which hold blocks in addition to those of the window.
+        max_step_tokens: most tokens of a step; they need blocks in addition to those of the window.
         tiers: the prefix cache below the pool; None means that there is none.
     """
 
@@ -96,7 +96,7 @@ class BlockTables:
         return child
 
     def append(self, sequence: Sequence, num_tokens: int) -> tuple[int, int] | None:
-        """Give a sequence room for its next ``num_tokens`` tokens; the caller has checked that there is.
+        """Give a sequence blocks for its next ``num_tokens`` tokens; the caller has checked that they exist.
 
         ::
 
@@ -104,8 +104,8 @@ class BlockTables:
             append 3    [0, 2, 3] and the copy (1, 2); the fork's table is still [0, 1]
 
         Returns:
-            If others also read the block of the first of these tokens: that block, and the one that replaces
-            it in this table. The caller copies the first to the second before the tokens are written.
+            A shared block and its replacement in this table, if other sequences also read the block of the
+            first of these tokens; else None. The caller copies the block before the tokens are written.
         """
         copy = None
         if (shared := self._shared_block(sequence)) is not None:
@@ -130,12 +130,12 @@ class BlockTables:
                 shared_blocks.append(shared)
         if not shared_blocks:
             return num_new
-        # The last sequence that refers to a shared block writes it without a copy.
+        # The last sequence that refers to a shared block writes to it without a copy.
         writers = Counter(shared_blocks)
         return num_new + sum(min(count, self.pool.ref_cnt(block) - 1) for block, count in writers.items())
 
     def add_block(self, sequence: Sequence) -> bool:
-        """Extend a table by one block; return False if none can be allocated or the sequence has no table."""
+        """Extend a table by one block; return False if the pool has none, or the sequence has no table."""
         if not sequence.block_table or not self.pool.num_allocatable:
             return False
         sequence.block_table += self.pool.allocate(1)
@@ -150,7 +150,7 @@ class BlockTables:
         return block_id if self.pool.ref_cnt(block_id) > 1 else None
 
     def replace(self, sequence: Sequence, block_ids: list[int]) -> None:
-        """Give a sequence another table, whose blocks the caller has taken from the pool."""
+        """Give a sequence another table; the caller has already allocated its blocks."""
         sequence.block_table = block_ids
         sequence.num_dropped_blocks = block_ids.count(NO_BLOCK)
         sequence.num_table_edits += 1
@@ -168,7 +168,7 @@ class BlockTables:
         return max(0, self.blocks_for(sequence.num_tokens) - len(sequence.block_table))
 
     def seal(self, sequence: Sequence) -> None:
-        """Make the blocks that became full reusable by any sequence."""
+        """Seal the blocks that became full, so that any sequence can reuse them."""
         if sequence.num_computed_tokens // self.block_size == sequence.num_sealed_blocks:
             return
         num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.block_size
@@ -207,7 +207,7 @@ class BlockTables:
     def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Free the blocks that no token after the computed ones attends to.
 
-        The table may end before them, if they were never transferred to this worker.
+        The table may lack the last of them, if they were never transferred to this worker.
         """
         if self.window is None:
             return
@@ -254,7 +254,7 @@ class BlockTables:
             return min(at_end, max(in_prompt, in_budget) if num_sequences == 1 else several)
         if self.window is None:
             return at_end
-        # A window may begin and end in the middle of a block, and so may the new tokens of a step.
+        # Both a window and the new tokens of a step may begin and end in the middle of a block.
         in_windows = num_sequences * (self.blocks_for(self.window - 1) + 2)
         return min(at_end, in_windows + self.max_step_tokens // self.block_size)
 

@@ -1,11 +1,11 @@
-"""Finds a cached block whose first tokens match a prompt, where the match of full blocks ends.
+"""Finds a cached block whose first tokens match a prompt, after the prompt's cached full blocks.
 
 ::
 
     cached     [ a b c d ][ e f g h ]
     prompt     [ a b c d ][ e f x y ]     a full hit, then two tokens: copy the second block, compute x y
 
-Full blocks are found by hash. This file compares tokens, among the blocks that follow the same parent.
+Full blocks are found by hash. This file compares the tokens of the blocks that follow the same parent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.sequences.sequence import Sequence
 
 MAX_SIBLINGS = 32
-"""Most blocks after one parent that are compared: the last used. A root may have any number of children."""
+"""Number of most recently used blocks to compare after one parent. A root may have any number of children."""
 
 
 class PartialHit(NamedTuple):
@@ -32,8 +32,8 @@ class PartialHit(NamedTuple):
 class BlockTokens:
     """The tokens of sealed blocks, by the hash of the block before them.
 
-    Evicted blocks are skipped by lookups and removed later, so at most twice as many blocks are known as the
-    pool has.
+    Lookups skip evicted blocks, which are removed later. At most twice as many blocks are therefore known as
+    the pool has.
     """
 
     def __init__(self, pool: BlockPool) -> None:

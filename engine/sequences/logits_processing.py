@@ -1,11 +1,11 @@
-"""Changes a request makes to the logits before a token is sampled: it bans, biases and penalizes tokens.
+"""Applies a request's rules to the logits before a token is sampled: bans, biases and penalties.
 
 The order is vLLM's: a grammar, allowed tokens, bad words, minimum length, bias, then the repetition,
-frequency and presence penalties. Every operation is element-wise or stays in its row, so a token never
-depends on the other sequences in the batch. Rows without rules cost nothing.
+frequency and presence penalties. Every operation works on single elements or rows, so a token never depends
+on other sequences in the batch. Rows without rules cost nothing.
 
-If the rules together forbid every token, none of them is relaxed: the row then has no finite logit. A sampled
-request ends with an error, and a beam search goes on without that beam.
+If the rules together forbid every token, no rule is relaxed, and the row has no finite logit. A sampled
+request then ends with an error. A beam search continues without that beam.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def process_logits(
 
     Args:
         logits: ``[num_sequences, vocab_size]``, float32; not changed.
-        sequences: the owner of each row.
+        sequences: the sequence of each row.
         eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
 
     Returns:

@@ -1,8 +1,8 @@
 """Samples tokens from logits.
 
 A counter-based generator gives one uniform number per (seed, position), and every other operation works row
-by row. So a token never depends on which other sequences are in the batch. The uniform number is where the
-cumulative distribution, in the order of token ids, is inverted.
+by row. A token therefore never depends on the other sequences in the batch. The token is the one at which the
+cumulative distribution, in the order of token ids, exceeds the uniform number.
 
 On the CPU a kernel does all of this without sorting the vocabulary (``kernels/cpu/sampling.py``). On a GPU
 torch's operators sort each row.
@@ -32,7 +32,8 @@ class SampledTokens(NamedTuple):
     Attributes:
         token_ids: the token of each row.
         logprobs: the logprobs of each row; None if they were not requested.
-        errors: by row, why it has no token; the other lists' entries for such a row are meaningless.
+        errors: for each row without a token, the reason; the other lists have meaningless entries for such a
+            row.
     """
 
     token_ids: list[int]
@@ -82,7 +83,7 @@ def _sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froz
 
 
 def _choose_with_kernel(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    """Return the token of each row, ``UNUSABLE`` for rows that are not finite, without sorting rows.
+    """Return the token of each row without sorting the row; ``UNUSABLE`` if the row is not finite.
 
     Args:
         logits: ``[num_sequences, vocab_size]``, float32, on the CPU.
@@ -93,7 +94,7 @@ def _choose_with_kernel(logits: torch.Tensor, raw: torch.Tensor, sequences: list
 
 
 def _draws(sequences: list[Sequence]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """Return how the kernel draws the next token of each sequence, of dtype ``DRAW``."""
+    """Return the kernel's sampling parameters for the next token of each sequence, of dtype ``DRAW``."""
     for sequence in sequences:
         if not sequence.draw:
             sequence.draw = _draw(sequence)
@@ -103,7 +104,7 @@ def _draws(sequences: list[Sequence]) -> np.ndarray[tuple[int], np.dtype[np.void
 
 
 def _draw(sequence: Sequence) -> bytes:
-    """Return a ``DRAW`` that lacks the position, and thus holds for all of a sequence's tokens."""
+    """Return a ``DRAW`` without the position, which is the same for all of a sequence's tokens."""
     params = sequence.params
     draw = np.zeros((), DRAW)
     if not params.is_greedy:
@@ -127,22 +128,22 @@ def _choose_with_torch(logits: torch.Tensor, raw: torch.Tensor, sequences: list[
         sampled = [sequences[row] for row in sampled_rows]
         index = torch.tensor(sampled_rows, device=logits.device)
         token_ids[index] = _sample_with_torch(logits[index], sampled)
-    # Tokens and errors come in one copy, since the host waits for the GPU at each copy.
+    # One copy brings tokens and errors to the host, since each copy waits for the GPU.
     ids: list[int] = torch.where(is_good, token_ids, UNUSABLE).tolist()
     return ids
 
 
 def are_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Return for each row whether it can be sampled: it has no NaN and no positive infinity.
+    """Return whether each row can be sampled: it must have no NaN and no positive infinity.
 
-    Minus infinity is allowed, for impossible tokens, unless all tokens have it.
+    Minus infinity marks impossible tokens. It is allowed unless all tokens have it.
     """
     # The maximum is NaN if any logit is.
     return torch.isfinite(logits.amax(dim=-1))
 
 
 def _are_usable(largest: torch.Tensor) -> torch.Tensor:
-    """Return for each largest logit of a row whether it is finite, even after division by a temperature."""
+    """Return whether the largest logit of each row is finite, also after division by the temperature."""
     return torch.isfinite(largest / GREEDY_BELOW)
 
 
@@ -159,7 +160,7 @@ def not_finite() -> RequestFailedError:
 
 
 def _sample_with_torch(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Sample each row by inverting its cumulative distribution at one uniform number; return token ids."""
+    """Return a token id for each row, by inverting the row's cumulative distribution at a uniform number."""
     probs = filtered_probs(logits, [s.params for s in sequences])
     cumulative = probs.cumsum(dim=-1)
     uniform = torch.from_numpy(
@@ -168,7 +169,7 @@ def _sample_with_torch(logits: torch.Tensor, sequences: list[Sequence]) -> torch
     total = cumulative[:, -1:].contiguous()
     target = uniform.to(logits.device)[:, None] * total
     token_ids = torch.searchsorted(cumulative, target, right=True)
-    # If rounding lets the target equal the total, the last token with a probability is taken.
+    # If the target equals the total after rounding, this chooses the last token with a probability.
     last = torch.searchsorted(cumulative, total)
     return torch.minimum(token_ids, last)[:, 0]
 
@@ -196,7 +197,7 @@ def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> torch.
     probs = probs * keep
     probs /= probs.sum(dim=-1, keepdim=True)
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    # A token is kept if the probability mass before it is below top_p, so the most probable is always kept.
+    # A token is kept if the probability mass before it is below top_p, so the most probable token always is.
     before = probs.cumsum(dim=-1) - probs
     keep &= (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
@@ -210,8 +211,9 @@ def filtered_probs(logits: torch.Tensor, params: list[SamplingParams]) -> torch.
 def _typical(probs: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
     """Return the locally typical tokens of each row (Meister et al., 2022), as transformers finds them.
 
-    They are the tokens whose surprise, the negative logprob, is nearest to the expected surprise, the
-    entropy: the fewest of them whose probabilities sum up to ``typical_p``, and those that are equally near.
+    Tokens are ranked by the distance of their negative logprob from the entropy, the nearest first. The
+    result is the shortest list whose probabilities sum up to ``typical_p``, and all tokens that are as near
+    as its last one.
 
     Args:
         probs: ``[num_rows, vocab_size]``, not normalized; 0 for tokens that are already excluded.
@@ -251,7 +253,7 @@ def _logprobs(
     for row, sequence in enumerate(sequences):
         if (num_top := sequence.params.num_logprobs) is not None:
             rows_by_num_top.setdefault(num_top, []).append(row)
-    # Rows with equal num_top are ranked together, since the host waits for the GPU each time.
+    # Rows with equal num_top are ranked together, since each ranking makes the host wait for the GPU.
     for num_top, rows in rows_by_num_top.items():
         ranked = rank_tokens(logits[rows], [token_ids[row] for row in rows], num_top)
         for row, logprobs in zip(rows, ranked, strict=True):

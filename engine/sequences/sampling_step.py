@@ -1,4 +1,4 @@
-"""Samples a step's tokens: one for each fully computed sequence, one more after each right draft token."""
+"""Samples a step's tokens: one for each fully computed sequence, and one after each right draft token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.engine.sequences.stop_rules import StopRules
 
 
 class SampledRows(NamedTuple):
-    """The sequences that a step samples tokens for, and the row of logits after the last token of each."""
+    """The sequences for which a step samples tokens, and the row of logits after each one's last token."""
 
     sequences: list[Sequence]
     rows: list[int]
@@ -41,7 +41,7 @@ def sample_tokens(
         rules: decide when a sequence ends.
 
     Returns:
-        Updates of the sequences that got tokens, and why a request's sequence could not get one, by request.
+        Updates of the sequences that got tokens, and for each request with a failed sequence, the reason.
     """
     updates, errors = _sample_round(to_sample, logits, rules)
     drafted = [each for each in updates if each.sequence.draft_token_ids]
@@ -91,14 +91,14 @@ def num_accepted_tokens(update: SequenceUpdate) -> int:
 
 
 def _goes_on(update: SequenceUpdate) -> bool:
-    """Return whether the last token equals its draft token, so that the step has logits for the next one."""
+    """Return whether the last token equals its draft token: then the step has logits for the next token."""
     return not update.sequence.status.is_finished and num_accepted_tokens(update) == len(update.tokens)
 
 
 def score_prompts(
     scheduled: list[ScheduledSequence], logits: torch.Tensor, failures: RequestFailures
 ) -> None:
-    """Record the logprobs of prompt tokens that this step's logits give, where they are requested.
+    """Record logprobs of prompt tokens from this step's logits, for the requests that ask for them.
 
     Args:
         scheduled: the sequences of the step, before their computed tokens are counted.

@@ -12,9 +12,9 @@ class StepKind(NamedTuple):
     """The size of a step, in powers of two."""
 
     token_bits: int
-    """Number of bits of the number of tokens that the step computes."""
+    """Bit length of the number of tokens that the step computes."""
     read_bits: int
-    """Number of bits of the number of cached tokens that all its tokens together attend to."""
+    """Bit length of the number of cached tokens to which all its tokens together attend."""
 
     @classmethod
     def of(cls, num_tokens: int, num_read_tokens: int) -> StepKind:
@@ -22,13 +22,13 @@ class StepKind(NamedTuple):
         return cls(num_tokens.bit_length(), num_read_tokens.bit_length())
 
     def fits_in(self, other: StepKind) -> bool:
-        """Return whether the other kind is at least as large in both."""
+        """Return whether both numbers of the other kind are at least as large."""
         return self.token_bits <= other.token_bits and self.read_bits <= other.read_bits
 
 
 @dataclass(slots=True)
 class Schedule:
-    """What one step does: it moves blocks, in the order of the attributes, and then computes tokens.
+    """What one step does: it moves blocks in the order of the attributes, and then computes tokens.
 
     Attributes:
         swap_out: (block, host block) to copy to host memory.
@@ -36,10 +36,10 @@ class Schedule:
         copies: (block, block) to copy before the second is written.
         pinned: cached blocks that are referenced until all copies have been made.
         promotions: (host block, block) to copy from the prefix cache in host memory.
-        promoted: (sequence, number of blocks) for each table that gets promoted blocks: that many of its
-            leading blocks are full after the copies.
+        promoted: (sequence, number of its leading blocks that are full after the copies) for each table that
+            gets promoted blocks.
         sequences: the sequences to compute.
-        admitted: the first sequences of the groups that were waiting before, whether new or preempted.
+        admitted: the first sequences of the new or preempted groups that this step admits.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)

@@ -55,7 +55,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """Number of tokens that the engine has generated for a request, those of beams that were given up too."""
+    """Number of tokens that the engine has generated for a request, including those of discarded beams."""
 
     num_generated_tokens: int = 0
 
@@ -69,23 +69,24 @@ class Sequence:
     """
 
     attempt_id: str
-    """Unique in the engine: a request that is tried again has another one."""
+    """Unique in the engine: each attempt of a request has another id."""
     token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
     root_hash: bytes
     client: str = ""
-    """Whose request it is: clients share the steps fairly."""
+    """The client that sent the request. Clients share the steps fairly."""
     stops_after_prefill: bool = False
-    """True on a prefill worker: the sequence ends with its prompt, and its blocks stay until released."""
+    """True on a prefill worker: the sequence ends with its prompt, but keeps its blocks until released."""
     samples_tokens: bool = True
     """False on a prefill worker if the decode worker samples all tokens of the request, or if none is."""
 
     is_plain: bool = False
-    """Whether it is its request's only sequence, and each of its steps only samples from the model's logits.
+    """Whether each step of the request only samples one token from the model's logits.
 
-    The engine says so when it takes a request without a beam search, samples, prompt logprobs or KV budget
-    that is not handed over."""
+    The engine sets this for a request without beam search, several samples, prompt logprobs, KV budget or
+    hand-over to another worker.
+    """
 
     index: int = 0
     """Index among the sequences of its request, from 0."""
@@ -100,11 +101,11 @@ class Sequence:
     num_dropped_blocks: int = 0
     """Number of entries of the block table that are ``NO_BLOCK``."""
     num_table_edits: int = 0
-    """How often the block table was changed in any way but by blocks added at its end."""
+    """Number of changes to the block table, except for blocks added at its end."""
     logits_rules: LogitsRules | None = None
     """Changes to the logits that ``params`` asks for; None if there are none."""
     draw: bytes = field(default=b"", init=False)
-    """How the sampler draws each of its tokens, as the sampler has encoded it; empty before the first one."""
+    """The sampler's encoded parameters for its tokens; empty before the first token."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
     pooled: PooledPrompt | None = None
@@ -161,8 +162,8 @@ class Sequence:
         """Most tokens of a cached prefix that it may use: cached tokens have no logits or hidden states."""
         limit = self.num_exact_tokens
         if self.kv_budget is not None:
-            # The prompt's last token must be computed: after it the blocks to keep are chosen, before any
-            # later token is recomputed.
+            # The prompt's last token must be computed: after it, and before later tokens are recomputed,
+            # eviction chooses the blocks to keep.
             limit -= 1
         if self.pooled is not None and (missing := self.pooled.missing(0, limit)):
             limit = missing.start
@@ -174,7 +175,7 @@ class Sequence:
     def num_exact_tokens(self) -> int:
         """Leading tokens whose keys and values are the same in every sequence with the same prefix.
 
-        With a KV budget these are only the prompt's: later tokens depend on which blocks were kept.
+        With a KV budget these are only the prompt's tokens: later ones depend on which blocks were kept.
         """
         return self.num_tokens if self.kv_budget is None else self.num_prompt_tokens
 
@@ -192,7 +193,7 @@ class Sequence:
         return num_left if num_left > 0 else min(num_missing, block_size - num_computed % block_size)
 
     def positions_to_score(self, num_new_tokens: int) -> range:
-        """Return the positions among the next tokens whose logits give prompt logprobs not yet computed."""
+        """Return the positions, among the next tokens, whose logits give missing prompt logprobs."""
         if self.params.num_prompt_logprobs is None:
             return range(0)
         end = min(self.num_computed_tokens + num_new_tokens, self.num_prompt_tokens - 1)
@@ -242,7 +243,7 @@ class SequenceUpdate:
     Attributes:
         score: score of an answer of a beam search, else None.
         num_accepted_tokens: how many of ``tokens`` were accepted draft tokens.
-        error: why the whole request has failed, with all its sequences; None if it has not.
+        error: why the request, with all its sequences, has failed; None if it has not.
     """
 
     sequence: Sequence

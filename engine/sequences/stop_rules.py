@@ -10,7 +10,7 @@ from quire.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """Ends a sequence at a stop token, at its most tokens, or at the end of a prefill.
+    """Ends a sequence at a stop token, at its maximum length, or at the end of a prefill.
 
     Attributes:
         eos_token_ids: the model's end-of-sequence tokens.
@@ -33,7 +33,7 @@ class StopRules:
         return self.max_output_tokens(sequence) - sequence.num_output_tokens
 
     def status_after_token(self, sequence: Sequence) -> SequenceStatus:
-        """Return the status of a sequence whose last token is new."""
+        """Return the status of a sequence after a new token."""
         params, token_id, num_tokens = sequence.params, sequence.token_ids[-1], len(sequence.token_ids)
         num_output_tokens = num_tokens - sequence.num_prompt_tokens
         is_stop = token_id in params.stop_token_ids or (

@@ -1,4 +1,4 @@
-"""Draft tokens of a smaller model with the same vocabulary, over separate paged blocks.
+"""Proposes draft tokens of a smaller model, which has the same vocabulary and separate paged blocks.
 
 The draft model samples with the random numbers that the sequence itself will use at the same positions. Both
 models invert their cumulative distributions at the same number, so they agree more often than two independent
@@ -29,8 +29,8 @@ class Lookahead:
 
     Attributes:
         copy: the copied sequence, with block table and hashes of the draft model.
-        num_known: how many leading tokens of the copy are the sequence's own; draft tokens follow.
-        target_length: how many tokens the copy is to have after this step.
+        num_known: how many leading tokens the copy shares with the sequence; draft tokens follow.
+        target_length: number of tokens that the copy will have after this step.
     """
 
     copy: Sequence
@@ -81,7 +81,7 @@ class DraftProposer:
             self.pool.free(self._lookaheads.pop(sequence).copy.block_table)
 
     def _follow(self, request: DraftRequest) -> Lookahead:
-        """Give the copy of a sequence its current tokens; keep the blocks of draft tokens that were right."""
+        """Update a sequence's copy to its current tokens; keep the blocks of draft tokens that were right."""
         sequence = request.sequence
         ahead = self._lookaheads.get(sequence)
         if ahead is None:
@@ -103,7 +103,7 @@ class DraftProposer:
         return ahead
 
     def _extend_drafts(self, ahead: list[Lookahead]) -> None:
-        """Compute the copies' missing tokens, then append draft tokens, one to each copy in each round."""
+        """Compute the copies' missing tokens; then append draft tokens, one per round to each copy."""
         while ahead := [each for each in ahead if each.copy.num_tokens < each.target_length]:
             scheduled = list(self._schedule(ahead))
             if not scheduled:
@@ -121,15 +121,15 @@ class DraftProposer:
             rows, copies = map(list, zip(*computed, strict=True))
             index = torch.tensor(rows, device=logits.device)
             sampled = sample(logits[index], copies, self._eos_token_ids)
-            # After a draft token the request's constraints may allow no token. This is no error of the
-            # request, since the draft token may be rejected.
+            # If the request's constraints allow no token after a draft token, the request is not at fault:
+            # the draft token may be rejected.
             drafted = [row for row in range(len(copies)) if row not in sampled.errors]
             for row in drafted:
                 copies[row].token_ids.append(sampled.token_ids[row])
             ahead = [each for each in ahead if any(each.copy is copies[row] for row in drafted)]
 
     def _schedule(self, ahead: list[Lookahead]) -> Iterator[ScheduledSequence]:
-        """Yield the copies that have enough blocks, and how many tokens to compute of each."""
+        """Yield the copies that have enough blocks, each with the number of its tokens to compute."""
         budget = self._max_step_tokens
         for copy in (each.copy for each in ahead):
             try:

@@ -1,8 +1,8 @@
-"""Draft tokens by prompt lookup (Saxena, 2023).
+"""Proposes draft tokens by prompt lookup (Saxena, 2023).
 
-The draft tokens are those that followed the sequence's last tokens where these occurred before. This needs no
-draft model. They are often right where an answer repeats its prompt, as in quotes, edited code and tables,
-and in any text that repeats itself in a loop.
+It looks for an earlier occurrence of the sequence's last tokens, and proposes the tokens that followed it.
+This needs no draft model. The draft tokens are often right where an answer repeats its prompt, as in quotes,
+edited code and tables, and where a text repeats itself in a loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculator import DraftRequest
 
 _SHORTEST, _LONGEST = 2, 8
-"""Fewest last tokens that must have occurred before, and most that are compared to rank occurrences."""
+"""Fewest last tokens that an occurrence must match, and most that are compared to rank occurrences."""
 _WINDOW = 1 << 15
 """Number of last tokens that are searched, which bounds the time to about 10 microseconds per sequence."""
 
@@ -56,9 +56,9 @@ class NgramProposer:
 
 
 def continue_repetition(tokens: Tokens, num_tokens: int) -> list[int]:
-    """Return the ``num_tokens`` tokens that followed an earlier occurrence of the last ones; [] without one.
+    """Return the ``num_tokens`` tokens after an earlier occurrence of the last tokens; [] if there is none.
 
-    If the tokens from there to the end are fewer than requested, they are repeated.
+    If there are fewer tokens from there to the end, they are repeated.
     """
     last = len(tokens) - 1
     positions = np.flatnonzero(tokens[:last] == tokens[last])

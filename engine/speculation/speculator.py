@@ -1,10 +1,10 @@
 """Speculative decoding: propose draft tokens and verify them in one step (Leviathan et al., 2023).
 
 A step computes a sequence's last token and its draft tokens together. The token at each position is then
-sampled from the model's logits as usual, with that position's own random number. As long as it equals the
-draft token, the logits after the draft token are those of the sequence itself, and the next token is sampled
-from them. So the tokens are the same as without speculation, for every kind of sampling. A wrong draft token
-costs only time. A sequence whose draft tokens are mostly wrong therefore gets no more of them.
+sampled from the model's logits as usual, with that position's own random number. While it equals the draft
+token, the logits after the draft token are valid, and the next token is sampled from them. The tokens are
+therefore the same as without speculation, for every kind of sampling. A wrong draft token costs only time. A
+sequence whose draft tokens are mostly wrong therefore gets no more of them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from quire.engine.sequences.stop_rules import StopRules
 _KEEP = 0.95
 """Factor by which the weight of older verifications falls with each new one."""
 _FIRST_TRIALS = 4.0
-"""Number of right draft tokens that a sequence is credited with before its first verification."""
+"""Number of right draft tokens that each sequence is assumed to have had before its first verification."""
 _LEAST_RATE = 0.25
-"""Rate of right draft tokens below which a sequence gets no more of them, to the end of its answer."""
+"""If the rate of right draft tokens falls below this, the sequence gets no more until its answer ends."""
 
 
 class DraftRequest(NamedTuple):
-    """A sequence that is computed except for its last token, and how many draft tokens to propose for it."""
+    """A sequence whose tokens are computed except the last, and how many draft tokens to propose for it."""
 
     sequence: Sequence
     num_tokens: int
 
 
 def draft_requests(groups: Iterable[SequenceGroup], stop_rules: StopRules) -> list[DraftRequest]:
-    """Return requests for the most draft tokens that sequences could use, for those that decode."""
+    """Return a request for each decoding sequence, for the most draft tokens that it could use."""
     return [
         DraftRequest(sequence, num_tokens)
         for group in groups
@@ -59,7 +59,7 @@ class Proposer(Protocol):
     """Proposes draft tokens."""
 
     def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
-        """Return draft tokens for each sequence: at most its ``num_tokens``, perhaps none."""
+        """Return at most ``num_tokens`` draft tokens for each sequence, perhaps none."""
 
 
 class SpeculationCounts(NamedTuple):
@@ -77,13 +77,13 @@ class Acceptance:
     trials: float = 0.0
 
     def record_verification(self, num_drafted: int, num_accepted: int) -> None:
-        """Record a verification; draft tokens after the first wrong one do not count as trials."""
+        """Record a verification. Draft tokens after the first wrong one do not count as trials."""
         self.hits = _KEEP * self.hits + num_accepted
         self.trials = _KEEP * self.trials + min(num_accepted + 1, num_drafted)
 
     @property
     def rate(self) -> float:
-        """The estimated probability that a draft token is right if those before it are; 1 without trials."""
+        """Estimated probability that a draft token is right, if all earlier ones are; 1 without trials."""
         return (self.hits + _FIRST_TRIALS) / (self.trials + _FIRST_TRIALS)
 
 

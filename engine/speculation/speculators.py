@@ -61,7 +61,8 @@ def make_speculator(
         config: the kind of speculation.
         draft: the draft model, if there is one.
         model: the model that verifies.
-        memory: the model's KV blocks; the draft model gets as many, so that it does not run out earlier.
+        memory: the model's KV blocks. The draft model gets the same number, so it does not run out of blocks
+            first.
         limits: limits of the engine's steps.
         hash_block: computes the hash of a full block.
     """
@@ -75,7 +76,7 @@ def make_speculator(
 
 
 def check_same_tokens(draft_model: str, model: str) -> None:
-    """Raise DraftModelError if two models have tokenizers that give the same text different ids."""
+    """Raise DraftModelError if the tokenizers of two models give the same text different ids."""
     drafts, tokens = _read_tokens(draft_model), _read_tokens(model)
     if drafts is not None and tokens is not None and drafts != tokens:
         raise DraftModelError(

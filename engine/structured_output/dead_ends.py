@@ -1,4 +1,4 @@
-"""Looks ahead for requests whose format and other constraints together allow no answer."""
+"""Detects requests whose format and other constraints together allow no answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from quire.engine.errors import NoTokenLeftError
 from quire.engine.structured_output.logits_rules import LogitsRules
 
 MAX_STATES = 128
-"""Beginnings of an answer to check before a format is assumed to allow one."""
+"""After checking this many beginnings of answers, some answer is assumed to be possible."""
 MAX_BRANCHES = 64
 """If more tokens than this may follow, some answer is assumed to be possible."""
 

@@ -1,8 +1,8 @@
-"""Structured output: which tokens a JSON schema, a regular expression or a Lark grammar allows next.
+"""Structured output: computes which tokens a JSON schema, a regular expression or a Lark grammar allows next.
 
-llguidance, an optional package, reads each of these formats as a grammar, compiles it against the tokenizer's
-vocabulary and parses the output token by token. The parser's state depends only on the output, so forking,
-preempting or resuming a sequence on another worker does not change its answer.
+The optional package llguidance compiles each of these formats into a grammar over the tokenizer's vocabulary,
+and parses the output token by token. The parser's state depends only on the output, so forking, preempting or
+resuming a sequence on another worker does not change its answer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHE_BYTES = 256 << 20
-"""Most bytes of compiled formats that a process caches, as measured when each was compiled."""
+"""Most bytes of compiled formats in a process's cache; each format is measured when it is compiled."""
 MIN_CACHED_BYTES = 4 << 20
-"""Fewest bytes that a compiled format counts for, since its lexer grows while answers are generated."""
+"""A compiled format counts as at least this many bytes, since its lexer grows while answers are generated."""
 MAX_REFUSED = 1024
 """Most refused formats that a process remembers, so that it does not try them again."""
 MASK_SECONDS = 10.0
-"""Most seconds of processor time for the masks of one request: 1,000 masks of the slowest usual kind."""
+"""Most seconds of processor time for the masks of one request: enough for 1,000 slow but usual masks."""
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -66,7 +66,7 @@ class CompiledFormat:
     """A compiled format. The sequences that follow it at the same time share its lexer.
 
     The lexer remembers each state that any answer has reached. At ``max_lexer_states`` it fails for all
-    answers, even for those that need few states, and is replaced by a new one.
+    answers, including those that need few states. It is then replaced by a new one.
     """
 
     def __init__(self, output_format: OutputFormat, num_bytes: int, make: Callable[[], LLMatcher]) -> None:
@@ -101,7 +101,7 @@ class GrammarMatcher:
 
     Args:
         compiled: the format.
-        num_prompt_tokens: tokens of the sequence that the format does not concern.
+        num_prompt_tokens: number of leading tokens to which the format does not apply.
         vocab_size: size of the model's logits.
         ends: tokens that end a complete answer.
     """
@@ -121,7 +121,7 @@ class GrammarMatcher:
         """Return the boolean mask ``[vocab_size]`` of tokens that may follow.
 
         Args:
-            token_ids: prompt and output; between calls tokens may only be appended.
+            token_ids: prompt and output. Between two calls, tokens may only be appended.
 
         Raises:
             FormatFailedError: the format is too complex, or the answer does not match it.
@@ -173,8 +173,8 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Compiles formats for one model; safe to call from any thread.
 
-    A new format is first tried in another process (``grammar_check``). Accepted formats stay in a cache as
-    long as there is room, and refused ones are remembered, so that a format is usually tried only once.
+    A new format is first tried in another process (``grammar_check``). Accepted formats are cached while
+    there is room, and refused formats are remembered, so a format is usually tried only once.
 
     Args:
         read_tokenizer: returns the text of the model's ``tokenizer.json``; called when first needed.
@@ -200,7 +200,7 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Bytes that the cached formats count for, at least ``MIN_CACHED_BYTES`` each."""
+        """Sum of the sizes of the cached formats, each counted as at least ``MIN_CACHED_BYTES``."""
         return sum(max(each.num_bytes, MIN_CACHED_BYTES) for each in self._compiled.values())
 
     def compile(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher:

@@ -1,8 +1,8 @@
 """Tries formats in another process, so that a format that crashes the compiler fails only its own request.
 
-llguidance is native code. A format may overflow its stack or exhaust the memory, and neither raises an
-exception. The other process, which runs ``grammar_process``, starts with the first format and keeps the
-tokenizer.
+llguidance is native code. A format may overflow its stack or exhaust the memory, and neither of these raises
+an exception. The other process runs ``grammar_process``. It is started for the first format and keeps the
+tokenizer loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quire.engine.structured_output.grammar_process import MAX_SECONDS
 from quire.sampling.output_format import OutputFormat
 
 START_SECONDS = 60.0
-"""Most seconds that a start may take: Python, llguidance and 250,000 tokens, on a busy machine."""
+"""Most seconds for a start, which loads Python, llguidance and 250,000 tokens, on a busy machine."""
 
 
 class FormatCheckError(RuntimeError):
-    """Formats cannot be checked, for a reason that does not lie in the format."""
+    """Formats cannot be checked, and the format is not the reason."""
 
 
 class FormatChecker:
@@ -59,7 +59,7 @@ class FormatChecker:
             try:
                 verdict = self._ask(output_format)
             except (OSError, EOFError, TimeoutError):
-                # The format did not end the process, since formats are tried in forks of it. Start it again.
+                # Start the process again. The format did not end it, since only its forks try formats.
                 self.close()
                 try:
                     verdict = self._ask(output_format)
@@ -82,7 +82,7 @@ class FormatChecker:
                 [sys.executable, "-m", "quire.engine.structured_output.grammar_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # Native code writes to stderr when it crashes, which does not belong in this log.
+                # When native code crashes, it writes to stderr. This output does not belong in the log.
                 stderr=subprocess.DEVNULL,
                 # Ctrl-C must reach only this process, not the one that tries formats.
                 process_group=0,
@@ -93,7 +93,7 @@ class FormatChecker:
 
 
 def _exchange(process: subprocess.Popen[bytes], value: object, timeout: float) -> dict[str, Any]:
-    """Send a value as a line of JSON; return the value of the line that answers it.
+    """Send a value as a line of JSON; return the value of the reply line.
 
     Raises:
         EOFError: the process has ended.

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": " ?"}
-"""Options of JSON schemas. They keep a model from spending its tokens on blanks.
+"""Options of JSON schemas, which prevent a model from spending its tokens on blanks.
 
 A schema's ``x-guidance`` may override them.
 """
 
 _MAX_PARSER_ITEMS: Mapping[Kind, tuple[int, int]] = {
-    # Each optional property takes four items in one row, and the cost is linear.
+    # Each optional property adds four items to one row, and the cost is linear in them.
     "json_schema": (2_000, 20_000),
     "regex": (2_000, 20_000),
-    # The time for an ambiguous grammar grows with the square of a row's items: a mask takes 3 ms at these
-    # limits. A grammar of statements and expressions takes 50 items in a row and 300 in a mask.
+    # For an ambiguous grammar, the time grows with the square of a row's items: at these limits a mask takes
+    # 3 ms. A grammar of statements and expressions needs 50 items in a row and 300 in a mask.
     "grammar": (300, 1_000),
 }
 """Most items in one row of the parser, and most items that one mask may add."""
@@ -32,7 +32,7 @@ _INITIAL_LEXER_FUEL = 200_000
 _STEP_LEXER_FUEL = 100_000
 """Most lexer fuel at the start and in one step.
 
-A regular expression for URLs takes 35,000 of each, over a vocabulary of 130,000 tokens.
+Over a vocabulary of 130,000 tokens, a regular expression for URLs needs 35,000 of each.
 """
 MAX_LEXER_STATES = 32_000
 """Most states of a lexer, 1 to 2 KiB each.
@@ -40,18 +40,18 @@ MAX_LEXER_STATES = 32_000
 A bounded repetition of a Unicode class adds 100 states for each new token.
 """
 _MAX_GRAMMAR_SIZE = 100_000
-"""Largest grammar in llguidance's own measure; 64 KiB of JSON schema take 6,000."""
+"""Largest grammar in llguidance's unit of size; 64 KiB of JSON schema have 6,000."""
 MAX_RULES = 1_000
 """Most rules and terminals of a grammar; a grammar of SQL has 200."""
 _RULE = re.compile(r"^\s*[?!]?\w+[^:\n\"/]*:", re.MULTILINE)
 
 
 class BadFormatError(ValueError):
-    """The format cannot be compiled, or no answer can have it; the message may come from the compiler."""
+    """The format cannot be compiled, or no answer can match it. The message may be the compiler's."""
 
 
 def load_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """Return llguidance's form of a ``tokenizer.json``. This takes 1 s for 100,000 tokens.
+    """Convert a ``tokenizer.json`` to llguidance's form. This takes 1 s for 100,000 tokens.
 
     Args:
         text: the content of ``tokenizer.json``.
@@ -95,7 +95,7 @@ def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat) -> LLMat
         step_lexer_fuel=_STEP_LEXER_FUEL,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=_MAX_GRAMMAR_SIZE,
-        # Verbose errors would repeat the grammar and the parser's state.
+        # Verbose errors would contain the grammar and the parser's state.
         verbose_errors=False,
     )
     # The log level is 0, since llguidance would print its warnings about a client's format to stderr.

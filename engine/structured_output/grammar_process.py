@@ -1,10 +1,10 @@
 """Tries formats, each in a separate process, so that no format can crash the server.
 
-A chain of 3,500 rules overflows the compiler's stack, a regular expression of 30 KB takes 900 MB, and a
-schema of 43 bytes takes minutes. A forked process with resource limits tries each format, and only this fork
-dies if the format exceeds them. ``grammar_check`` starts the program and sends it lines of JSON: first the
-tokenizer, then formats. The program answers each line with one line: an empty object for the tokenizer, a
-verdict for a format.
+A chain of 3,500 rules overflows the compiler's stack, a regular expression of 30 KB needs 900 MB, and a
+schema of 43 bytes takes minutes. So a forked process with resource limits tries each format. If the format
+exceeds the limits, only this fork ends. ``grammar_check`` starts the program and sends it lines of JSON:
+first the tokenizer, then formats. The program answers each line with one line: an empty object for the
+tokenizer, a verdict for a format.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 MAX_CPU_SECONDS = 2
 """Most processor time to compile one format; a JSON schema of 10 KB takes 0.02 s."""
 MAX_SECONDS = 10
-"""Most wall-clock time to compile one format, which allows for a busy machine."""
+"""Most wall-clock time to compile one format; a busy machine needs more than the processor time."""
 MAX_STACK_BYTES = 1 << 20
-"""Most stack to compile one format; threads of the worker, which compiles it next, have at least 2 MiB."""
+"""Most stack to compile one format. The worker compiles it next, in threads with at least 2 MiB."""
 MAX_TRIAL_BYTES = 256 << 20
 MAX_FORMAT_BYTES = 32 << 20
 """Most bytes that a compiled format may occupy; usual ones occupy 1 to 5 MiB."""
 _NUM_TRIAL_TOKENS = 16
 _MAX_ERROR_CHARS = 1000
-"""Length to which messages of the compiler are truncated, since they may repeat the format."""
+"""The compiler's messages are truncated to this length, since they may contain the format."""
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def _try_apart(tokenizer: LLTokenizer, output_format: OutputFormat) -> dict[str,
 
 
 def _limit_resources() -> None:
-    """Limit the resources of this process. The kernel ends it at a limit: native code gets no exception."""
+    """Limit the resources of this process. At a limit the kernel ends it: native code gets no exception."""
     limits = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_STACK, MAX_STACK_BYTES),

@@ -1,4 +1,4 @@
-"""The rules that a request sets for its tokens: what may follow, and how often each token has occurred."""
+"""A request's rules for its tokens: which tokens may follow, and how often each token has occurred."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TokenCounts:
 
 
 class LogitsRules:
-    """The rules of one sequence, in the form that a step needs.
+    """The rules of one sequence, prepared for the steps.
 
     Only the counts and the grammar's state depend on the tokens. Both follow from ``token_ids`` and the
     prompt's length, so a sequence that another worker resumes continues unchanged.
@@ -78,7 +78,7 @@ class LogitsRules:
         self.params = params
         self.grammar = grammar
         self.error: Exception | None = None
-        """Error after which no token may follow: none is left, or the grammar failed in an unknown state."""
+        """Error after which no token may follow: the rules allow none, or the grammar has failed."""
         self.allowed = np.array(sorted(params.allowed_token_ids), dtype=np.int64)
         self.bias_ids = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
@@ -88,7 +88,7 @@ class LogitsRules:
             with_prompt = params.repetition_penalty != 1.0
             self.counts = TokenCounts(num_prompt_tokens, with_prompt=with_prompt)
         self._bad_alone = [word[0] for word in params.bad_words if len(word) == 1]
-        # The key is the last token before the banned one, so that a step checks few of many bad words.
+        # The key is the last token before the banned one, so a step has to check only few of many bad words.
         self._bad_after: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for *before, last in params.bad_words:
             if before:

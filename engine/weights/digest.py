@@ -1,4 +1,4 @@
-"""The digest of a model, which must be equal for two processes to compute the same keys and values."""
+"""The digest of a model. Two processes with equal digests compute the same keys and values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def model_digest(
 ) -> str:
     """Return a digest of a model's ``config.json`` and of every byte of its loaded weights, in hex.
 
-    The loaded tensors are hashed, not the files, so the digest covers all weights that the model computes
-    with, however the checkpoint is stored. XXH3 runs at the speed of memory. It detects different weights,
+    The digest covers the loaded tensors and not the files. It therefore includes all weights that the model
+    uses, however the checkpoint is stored. XXH3 runs at the speed of memory. It detects different weights,
     but it does not resist an attacker who builds a checkpoint with the same digest.
 
     Args:
         folder: the model's folder, which has the configuration.
         names: the names of the model's tensors.
-        read: returns a tensor as the model loads it, on the CPU, before its layers are packed; called in
-            several threads.
-        weight_dtype: the type of linear layers' weights once they are packed, which belongs to the digest:
-            quantized weights give other keys and values.
+        read: returns a tensor on the CPU as the model loads it, before layers are packed; called in several
+            threads.
+        weight_dtype: the type of linear layers' packed weights. It is part of the digest, since quantized
+            weights give other keys and values.
     """
     configuration = json.loads((folder / "config.json").read_text("utf-8"))
     state = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode())

@@ -30,7 +30,7 @@ from quire.models.source import GENERATION_CONFIG, find_model
 from quire.settings.setting import SettingError
 
 UNLIMITED = 1 << 20
-"""Limit of tokens for a model without one, such as one without positions."""
+"""Most tokens of a sequence if the model sets no limit, for example because it has no positions."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
@@ -55,9 +55,9 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     heads: KvHeads
     recipe: StepRecipe | None
-    """How to run the model as one program; None if it runs module by module, as on a GPU."""
+    """Recipe to run the model as one program; None if it runs module by module, as on a GPU."""
     collectives: Collectives | None = None
-    """Those of the ranks that the model is divided among; None if there is one process."""
+    """Collectives of the ranks that the model is divided among; None if there is one process."""
     own_kv_heads: range | None = None
     """The KV heads that this rank computes; None means all."""
 
@@ -78,7 +78,7 @@ class LoadedModel:
         return max(windows) if len(windows) == self.num_layers else None
 
     def kv_shape(self, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
-        """Return the shape of this model's KV blocks, in its own dtype or one of ``KV_CACHE_DTYPES``."""
+        """Return the shape of this model's KV blocks, in the model's dtype or one of ``KV_CACHE_DTYPES``."""
         dtype = dtype_name(self.dtype) if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
         return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
 
@@ -97,8 +97,8 @@ def load_model(
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
         weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``, for linear layers.
-        collectives: those of the ranks that the model is divided among, which all call this function; None
-            loads the whole model.
+        collectives: collectives of the ranks that the model is divided among, all of which call this
+            function; None loads the whole model.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
@@ -109,7 +109,7 @@ def load_model(
     """
     _check_weight_dtype(weight_dtype, device)
     attention.register()
-    # Progress bars of transformers would garble the launcher's.
+    # Progress bars of transformers would garble the launcher's progress bar.
     transformers_logging.disable_progress_bar()
     folder = find_model(model)
     _check_files(folder)
@@ -167,7 +167,7 @@ def _checked_heads(module: PreTrainedModel, config: PreTrainedConfig, num_positi
 def _kv_heads(
     heads: KvHeads, plan: ParallelPlan, collectives: Collectives | None
 ) -> tuple[int, range | None]:
-    """Return how many KV heads a block contains, and which of them belong to this rank; None: all."""
+    """Return how many KV heads a block contains, and this rank's heads; None means all of them."""
     if collectives is None or plan.attention is None:
         return heads.num_kv_heads, None
     own = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)
@@ -175,7 +175,7 @@ def _kv_heads(
 
 
 def _check_files(folder: Path) -> None:
-    """Raise OSError for a folder that transformers would not read, or not as quire expects."""
+    """Raise OSError for a folder that transformers cannot read in the way that quire expects."""
     if (folder / "adapter_config.json").exists():
         raise OSError(
             f"{folder} holds an adapter (adapter_config.json), which quire does not apply: "
@@ -185,7 +185,7 @@ def _check_files(folder: Path) -> None:
 
 
 class _Loaded(NamedTuple):
-    """A model, or a rank's part of one, the digest of the whole model, and how it can be divided."""
+    """A model or a rank's part of it, the digest of the whole model, and how the model can be divided."""
 
     module: PreTrainedModel
     digest: str
@@ -237,19 +237,20 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
 def _prepare_module(
     module: PreTrainedModel, device: torch.device, weight_dtype: str, num_segments: dict[str, int]
 ) -> PreTrainedModel:
-    """Move a model to its device and replace layers whose rows would depend on the other rows."""
+    """Move a model to its device, and replace layers in which a row's result would depend on other rows."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         pack_linear_layers(module, weight_dtype, num_segments)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            # Any tensor that is still in the mapped file of weights would keep all of the file in memory.
+            # A single tensor that still refers to the mapped file of weights would keep the whole file in
+            # memory.
             tensor.data = tensor.data.clone()
         make_batch_invariant(module)
     return module
 
 
 def check_supported(config: Any) -> None:
-    """Raise UnsupportedModelError for features that a short prompt would not reveal, or not as clearly."""
+    """Raise UnsupportedModelError for features that the check with a short prompt might not reveal."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")

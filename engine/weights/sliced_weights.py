@@ -59,7 +59,7 @@ def load_slices(
 
 
 def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
-    """Return ``model_digest`` of the model that a module with slices is a part of."""
+    """Return ``model_digest`` of the whole model; ``module`` has only slices of its weights."""
     own = module.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     with _Checkpoint(folder) as checkpoint:
@@ -96,7 +96,7 @@ class _Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of some tensor."""
+        """The dtype of one of the tensors."""
         dtype: torch.dtype = self.read(min(self._owners), None).dtype
         return dtype
 
@@ -115,7 +115,7 @@ class _Checkpoint:
 def _parameters_on_meta() -> Iterator[None]:
     """Make parameters without memory within the block; buffers get their values as usual.
 
-    A parameter without memory may be registered again, since tied layers share it.
+    Tied layers share a parameter, so one without memory may be registered again.
     """
     register = torch.nn.Module.register_parameter
 
@@ -148,7 +148,7 @@ def _check_names(model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
 
 
 def _check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModelError if transformers would keep some weights in float32 in spite of a dtype."""
+    """Raise UnsupportedModelError if transformers would keep some weights in float32 with any dtype."""
     kept: list[str] = []
     if dtype in (torch.float16, torch.bfloat16):
         kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
