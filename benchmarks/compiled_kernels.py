@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of the Triton kernels, compiled without a GPU.
+"""Reads the registers, spills and shared memory of the Triton kernels, which are compiled without a GPU.
 
 The machine code is read back with cuobjdump. A spill costs a round trip to memory in the inner loop.
 """
@@ -22,12 +22,12 @@ from quire.kernels.triton.configs import AttentionConfig
 
 KIB = 1 << 10
 SHARED_BYTES = {"sm_80": 99 * KIB, "sm_90": 227 * KIB}
-"""Shared memory that a program may take; 8.0 has more, but 8.6 and 8.9 run the same rows."""
+"""Most shared memory of a program. 8.0 has more, but 8.6 and 8.9 use the same rows."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Resources(NamedTuple):
-    """What one program of a compiled kernel takes; spills live on the stack, in memory."""
+    """The resources of one program of a compiled kernel. Spills are on the stack, in memory."""
 
     num_registers: int
     spill_bytes: int
@@ -45,7 +45,7 @@ class Compiled(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A kernel as some model calls it; ``head_dim`` 0 means that of the row, without padding."""
+    """A kernel as some model calls it; ``head_dim`` 0 means the row's head_dim, without padding."""
 
     group: int = 4
     block_size: int = 16
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
     has_bias: bool = False
     all_features: bool = False
     has_one_kv_head: bool = False
-    """Triton makes constants of arguments that are 1, but for those that change from step to step."""
+    """Triton turns arguments that are 1 into constants, except those that change from step to step."""
 
 
 PLAIN = Variant()
@@ -70,7 +70,7 @@ def compile_kernel(
 ) -> Compiled:
     """Compile a kernel for an architecture; arguments in neither mapping are None.
 
-    Pointers and strides are multiples of 16, as in every model, but for strides of scales, tables and ids.
+    As in every model, pointers and strides are multiples of 16, except strides of scales, tables and ids.
     """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
@@ -92,14 +92,14 @@ def compile_kernel(
         usage = subprocess.run(
             [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    # Triton's kernels keep nothing on the stack of their own accord: what is there was spilled.
+    # Triton's kernels use the stack only for spills.
     counts = dict(re.findall(r"(REG|STACK):(\d+)", usage))
     resources = Resources(int(counts["REG"]), int(counts["STACK"]), compiled.metadata.shared)
     return Compiled(resources, compiled.asm["ptx"])
 
 
 def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
-    """Compile one row of the table for bfloat16 queries, or float32 ones for its 32-bit rows."""
+    """Compile one row of the table for bfloat16 queries, or for float32 queries if the row has 32 bits."""
     kernel: Any = prefill_kernel if config.kernel == "prefill" else decode_kernel
     floats = "fp32" if config.kv_bits == 32 else "bf16"
     kv_format = variant.kv_format or ("e4m3" if config.kv_bits == 8 else None)
@@ -137,7 +137,7 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
 
 
 def _strides_of_blocks(config: AttentionConfig, variant: Variant, is_quantized: bool) -> dict[str, int]:
-    """Return the strides of a model with 32 layers; the scales lie behind a block's keys and values."""
+    """Return the strides of a model with 32 layers; the scales follow a block's keys and values."""
     num_kv_heads = 1 if variant.has_one_kv_head else 8
     head_dim = variant.head_dim or config.head_dim
     num_scales = 32 * 2 * num_kv_heads if is_quantized else 0

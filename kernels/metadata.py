@@ -18,7 +18,8 @@ class AttentionMetadata(NamedTuple):
 
     Attributes:
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are ignored.
-        query_starts: int32 ``[num_seqs + 1]``, the index of each sequence's first new token, and the end.
+        query_starts: int32 ``[num_seqs + 1]``, the index of each sequence's first new token, followed by
+            ``num_tokens``.
         seq_lens: int32 ``[num_seqs]``, cached and new tokens of each sequence.
         slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of each new token; a negative
             number means that the token is not written.

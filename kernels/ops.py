@@ -1,4 +1,4 @@
-"""The operations on paged KV blocks, registered with torch, whose dispatcher picks the implementation.
+"""The operations on paged KV blocks. torch's dispatcher chooses the implementation for a device.
 
 KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; a layer's view
 is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. The
@@ -48,8 +48,8 @@ def _cpu_module(name: str) -> ModuleType:
 def blocks_summed_together(device: torch.device, block_size: int) -> int:
     """Return the kernel's tile in blocks.
 
-    Attention gives the same bits if a multiple of this number of blocks is left out at the start of a block
-    table. On a GPU it is 1.
+    If a multiple of this number of blocks is left out at the start of a block table, attention gives the same
+    bits. On a GPU it is 1.
     """
     if device.type != "cpu":
         return 1
@@ -200,7 +200,8 @@ def _check_blocks(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> Non
     scales_shape = tuple(kv_layer.shape[:3]) if kv_layer.dtype in KV_FORMATS else None
     if scales_shape != (None if kv_scales is None else tuple(kv_scales.shape)):
         raise ValueError(f"blocks of {kv_layer.dtype} have scales of shape {scales_shape}, got {kv_scales}")
-    # Each head of a block must be contiguous; on the CPU there may be other heads between those of the layer.
+    # Each head of a block must be contiguous. On the CPU, other ranks' heads may lie between the layer's
+    # heads.
     part = kv_layer[0, 0, 0] if kv_layer.device.type == "cpu" and kv_layer.numel() else kv_layer[0]
     if part.numel() and not part.is_contiguous():
         raise ValueError(f"the heads of blocks must be contiguous: {kv_layer.stride()}")

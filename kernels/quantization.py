@@ -1,8 +1,8 @@
 """Keys and values in 8 bits, with one scale per block, K or V, and KV head.
 
-Only the token in slot 0 of a block sets the block's scale. The scale covers its largest magnitude times a
-headroom for the tokens after it, which saturate beyond that. So the bytes of a block do not depend on how its
-tokens were split into steps, and no value is quantized twice: blocks with the same tokens after the same
+Only the token in slot 0 of a block sets the block's scale. The scale covers this token's largest magnitude
+times a headroom. Larger values of later tokens saturate. The bytes of a block therefore do not depend on how
+its tokens were split into steps, and no value is quantized twice: blocks with the same tokens after the same
 prefix have the same bytes.
 """
 

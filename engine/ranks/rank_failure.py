@@ -16,9 +16,7 @@ from quire.engine.model.collectives import Collectives, SharedMemory
 from quire.kernels.cpu.exchange import LINE
 
 _LOAD_SECONDS = 600.0
-"""Seconds that rank 0 waits for a rank before the first step: it may compile kernels or read slowly.
-
-"""
+"""Seconds that rank 0 waits for a rank before the first step: it may compile kernels or read slowly."""
 _STEP_SECONDS = 10.0
 """Seconds for which rank 0 waits for another rank in a step. All ranks have equal shares of the work."""
 STOPPED_SECONDS = 1.0

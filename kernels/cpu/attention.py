@@ -1,26 +1,26 @@
 """Paged attention on the CPU.
 
-A program computes a tile for one KV head. A tile has parts, and each part consecutive new tokens of one
-sequence. Its rows are its tokens times the query heads of the group, so that every key and value is read
-once for all of them. It loops over the sequence's block table, one span of blocks at a time, with a running
-softmax (FlashAttention, Dao et al., 2022). Keys are transposed into a buffer that stays in the CPU's cache.
-Scores and outputs are matrix products.
+A program computes a tile for one KV head. A tile consists of parts, and a part of consecutive new tokens of
+one sequence. The rows of a part are its tokens times the query heads of the group, so every key and value is
+read once for all of them. The program loops over the sequence's block table, one span of blocks at a time,
+with a running softmax (FlashAttention, Dao et al., 2022). It transposes keys into a buffer that fits into the
+CPU's cache. Scores and outputs are matrix products.
 
 With many rows, as in prefill, arithmetic is the limit: products run over whole spans, and values are widened
 once. With few rows, as in decode, memory is the limit: values are read in place, and each step of the product
 with a block's keys prefetches a part of the block's values and of the next block's keys. Prefetching a whole
 block at once would stall, since a core can have only a few memory requests in flight.
 
-Sequences that begin with the same blocks share a tile. A program first attends over these blocks with the
-rows of all its parts, so that each key is read and transposed once, and then over the other blocks of each
-part (Hydragen, Juravsky et al., 2024; ChunkAttention, Ye et al., 2024).
+Sequences that begin with the same blocks share a tile. A program first attends over the shared blocks with
+the rows of all its parts, so it reads and transposes each key once. Then it attends over the other blocks of
+each part (Hydragen, Juravsky et al., 2024; ChunkAttention, Ye et al., 2024).
 
 In all cases a row's sums run in the order of its keys, in spans counted from the table's first block, and
-keys that the row does not see add nothing. So a token gets the same bits in a decode step, in a chunk and in
-a whole prompt.
+keys that the row does not see add nothing. A token therefore gets the same bits in a decode step, in a chunk
+and in a whole prompt.
 
 A kernel is compiled for each (head_dim, block_size, group, dtype), since loops of constant length are
-unrolled. It is kept in Numba's cache on disk. Everything else is an argument.
+unrolled. Numba caches it on disk. Everything else is an argument.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _FEW_ROWS = 32
 """Most rows for which values are read in place; with more rows it is faster to widen them first."""
 _MIN_THREADED_WORK = 1 << 16
-"""Multiplications in a step below which waking up threads costs more time than it saves."""
+"""With fewer multiplications in a step than this, waking up threads costs more time than it saves."""
 _LOWEST = np.float32(-1e30)
 """Used instead of minus infinity, since the difference of two infinities is NaN."""
 
@@ -255,8 +255,8 @@ def _add_products(
 ) -> None:
     """Add ``left @ right`` to some columns of ``total``, one tile of rows and columns at a time.
 
-    The arrays have whole tiles of rows. ``coming`` holds two addresses; from both, ``step`` bytes are
-    prefetched per iteration of the inner loop over ``depth``.
+    The arrays have whole tiles of rows. ``coming`` has two addresses. Each iteration of the inner loop over
+    ``depth`` prefetches ``step`` bytes from both.
     """
     strides = (np.int64(total.shape[1]), np.int64(left.shape[1]), np.int64(right.shape[1]))
     for row in range(0, num_rows, TILE_ROWS):
@@ -290,7 +290,7 @@ def _add_block_values(
     storage: Any,
     item_bytes: int,
 ) -> None:
-    """Add the weighted values of one block to ``total``; the values are read in place.
+    """Add the weighted values of one block, read in place, to ``total``.
 
     ``first_column`` is the column of ``scores`` that weights the block's first value.
     """
@@ -316,7 +316,7 @@ def _add_block_values(
 def _apply_softcap_and_alibi(
     scores: Array, row: int, span: int, softcap: float, slope: float, distance: int
 ) -> None:
-    """Apply the soft cap and ALiBi to a row; ``distance`` is the first key's position minus the row's."""
+    """Apply the soft cap and ALiBi to a row; ``distance`` is from the row's position to the first key's."""
     if softcap > 0.0:
         inverse = np.float32(1.0) / softcap
         for slot in range(span):
@@ -341,7 +341,7 @@ def _running_softmax(
     span: int,
     head_dim: int,
 ) -> None:
-    """Turn the scores [low, high) of a row into softmax weights, and all its other scores into zero.
+    """Replace the scores [low, high) of a row by softmax weights, and all its other scores by zero.
 
     ``best`` holds the row max and ``weight`` the row sum. If the row max grows, the row sum and the output in
     ``total`` are rescaled.
@@ -422,10 +422,10 @@ def _attend_span(
 
     Args:
         base: position of the span's first key.
-        first_key, end_key: positions of the first key that a row sees, and of the last one + 1.
+        first_key, end_key: position of the first key that a row sees, and position after its last key.
         positions: of the rows.
-        scores, keys, values: buffers, which keep nothing from span to span.
-        step: bytes that are prefetched for each product of a key.
+        scores, keys, values: buffers whose content is not needed after the span.
+        step: number of bytes to prefetch for each product of a key.
     """
     nothing = (np.int64(0), np.int64(0))
     is_scaled = item_bytes == 1
@@ -471,7 +471,7 @@ def _attend_span(
             count = min(block_size, num_keys - slot)
             _unpack_values(block_values, value_scale, values, slot, count, head_dim)
     if not has_few_rows:
-        # Clear the unused rows: a NaN from an earlier sequence would stay NaN even with weight 0.
+        # Clear the unused rows: a NaN from an earlier sequence times weight 0 would still be NaN.
         values[: first_block * block_size] = 0.0
         values[num_keys:] = 0.0
         _add_products(scores, query, keys, num_rows, head_dim, 0, scores.shape[1], TILE_COLUMNS, nothing, 0)
@@ -510,7 +510,7 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
     span = span_blocks(block_size) * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
     value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
-    # Products fill whole tiles of rows, and those of a tile's last part may begin at any row.
+    # Products write whole tiles of rows, and the products of a tile's last part may begin at any row.
     max_rows = -(-part_tokens(group) * group // TILE_ROWS) * TILE_ROWS + TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
     square = math.gcd(block_size, head_dim, SQUARE)
@@ -549,8 +549,9 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                 num_all_rows += num_tokens * group
                 lowest = min(lowest, first_position)
             _begin_rows(sinks, best, weight, total, num_all_rows, group, head_dim)
-            # First the spans that all parts share, then the others of each part. The last part comes first:
-            # its products spill into the rows after its own, which must have been written by then.
+            # The spans that all parts share are first; then the other spans of each part follow, from the
+            # last part to the first. A part's products spill into the rows behind it, so the part that owns
+            # these rows must be finished before.
             first_row: Any = np.int64(0)
             num_rows: Any = num_all_rows
             end_span: Any = num_shared_spans

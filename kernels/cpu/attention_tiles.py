@@ -18,14 +18,14 @@ _SPAN = 64
 _MAX_ROWS = 256
 """Most rows of a part; a row is a token for one query head."""
 _MAX_SHARED_ROWS = 64
-"""Most rows of a tile with several parts: with more, a key is hardly cheaper for each row."""
+"""Most rows of a tile with several parts. With more rows, the cost of a key per row hardly falls."""
 _TILES_PER_THREAD = 4
-"""Programs that each thread should find, so that all threads end at about the same time."""
+"""Number of programs per thread, so that all threads end at about the same time."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the tiles depend on beside the sequences."""
+    """The properties of a model on which the tiles depend, in addition to the sequences."""
 
     block_size: int
     num_heads: int
@@ -43,7 +43,7 @@ def span_blocks(block_size: int) -> int:
 
 
 def part_tokens(group: int) -> int:
-    """Return how many tokens a part has at most if each KV head has ``group`` query heads."""
+    """Return the most tokens of a part if each KV head has ``group`` query heads."""
     return max(1, _MAX_ROWS // group)
 
 
@@ -79,13 +79,13 @@ def make_tiles(
     shape: AttentionShape,
     num_threads: int,
 ) -> tuple[Array, Array]:
-    """Put parts into one tile whose sequences begin with the same blocks.
+    """Join parts whose sequences begin with the same blocks to tiles.
 
     Args:
         parts: int64 ``[num_parts, 3]``, see ``make_parts``.
         block_tables: int32 ``[num_sequences, width]``.
         query_starts: ``[num_sequences + 1]``, the first new token of each sequence.
-        seq_lens: ``[num_sequences]``, tokens of each sequence, with the new ones.
+        seq_lens: ``[num_sequences]``, tokens of each sequence, including the new ones.
 
     Returns:
         The parts in the order of the tiles, and the tiles as int64 ``[num_tiles, 3]``: rows of (first part,
@@ -101,7 +101,8 @@ def make_tiles(
     first_ends = np.sort(block_tables[sequences, span - 1])
     if not (first_ends[1:] == first_ends[:-1]).any():
         return parts, one_part_each(len(parts))
-    # The blocks at the ends of 1, 2, 4, 8 and more spans are enough to bring long prefixes together.
+    # Sorting by the blocks at the ends of 1, 2, 4, 8 and more spans is enough to make long common prefixes
+    # adjacent.
     ends = [block_tables[sequences, span * 2**level - 1] for level in range(num_spans.bit_length())]
     parts = parts[np.lexsort(ends[::-1])]
     sequences = parts[:, 0]
@@ -118,9 +119,9 @@ def make_tiles(
 
 
 class DecodeTiles:
-    """The tiles of steps that compute one token of each sequence, which are seldom made anew.
+    """Caches the tiles of steps that compute one token of each sequence.
 
-    They stay right while the batch's tables begin with the same blocks as before.
+    They are valid while the batch's tables begin with the same blocks.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -147,7 +148,7 @@ class DecodeTiles:
         return self._tiles
 
     def _keep(self, block_tables: Array) -> None:
-        """Keep what the tiles depend on, and at least the blocks of the first span."""
+        """Record the leading blocks on which the tiles depend, at least those of the first span."""
         parts, tiles = self._tiles
         span = span_blocks(self._shape.block_size)
         num_shared = np.repeat(tiles[:, 2], tiles[:, 1] - tiles[:, 0])

@@ -58,7 +58,7 @@ def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, blocks: torch.Tenso
 
 
 def _bits(tensor: torch.Tensor) -> Array:
-    """Return a view with a dtype that Numba can copy, since NumPy has no bfloat16 and no e4m3."""
+    """Return a view with a dtype that Numba can copy: NumPy has neither bfloat16 nor e4m3."""
     bits = {2: torch.uint16, 1: torch.int8 if tensor.dtype == torch.int8 else torch.uint8}
     view: Array = (tensor if tensor.dtype == torch.float32 else tensor.view(bits[tensor.itemsize])).numpy()
     return view

@@ -1,16 +1,17 @@
 """Sums over processes of one machine, in memory that they share.
 
-Each process writes its partial sums into a slot of its own, counts itself in, and waits for all others. Then
-it reads all slots and adds them in a fixed binary tree, so that each process gets the same bits. There are
-two sets of slots, which are used in turns: a process that has come to a round has read the slots of the round
-before, so those may be written again.
+Each process writes its partial sums into its own slot, increments its counter, and waits for all others. Then
+it reads all slots and adds them in a fixed binary tree, so each process gets the same bits. Rounds alternate
+between two sets of slots. A process that has reached a round has read all slots of the previous round, so
+these may be overwritten.
 
-The leaves of the tree are segments of inputs. A process has some of them in a row. It adds those that form
-whole subtrees, its pieces, and leaves the rest to the reader: with 8 segments and 3 processes, the segments
-2, 3 and 4 are the pieces 2 + 3 and 4. A process whose segments are an aligned power of two has one piece.
+The leaves of the tree are segments of inputs. A process has consecutive segments. It adds segments that form
+a whole subtree: such a sum is called a piece. Readers add the pieces. With 8 segments and 3 processes, for
+example, the process with the segments 2, 3 and 4 writes the pieces 2 + 3 and 4. A process whose segments are
+an aligned power of two has one piece.
 
-Reading all slots costs one meeting, where recursive doubling needs ``log2`` of the number of processes, and
-adds in the same tree.
+With this method the processes wait for each other once. Recursive doubling adds in the same tree, but waits
+``log2`` of the number of processes times.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from quire.kernels.cpu.linear import MOST_SEGMENTS
 
 MOST_RANKS = 8
 MOST_PIECES = 4
-"""Most pieces of up to 8 segments in a row: 1, 2 + 3, 4 + 5 and 6 of the segments 1 to 6."""
+"""Most pieces of up to 8 consecutive segments: the segments 1 to 6 are the pieces 1, 2 + 3, 4 + 5 and 6."""
 _MOST_LEVELS = MOST_SEGMENTS.bit_length() - 1
 SPINS = 10_000
-"""How often a process looks for the others before it sleeps, if each of them has a core."""
+"""How often a process checks the others' counters before it sleeps, if each process has a core."""
 
 LINE = 64
-"""Bytes from one process's counter to the next, so that each has a cache line of its own."""
+"""Bytes from one process's counter to the next, so that each counter has its own cache line."""
 _ASLEEP = 8
-"""Bytes from a process's counter to the latest round for which others sleep at it."""
+"""Bytes from a process's counter to the latest round for which other processes sleep at this counter."""
 
 EXCHANGE = np.dtype(
     [
@@ -58,29 +59,30 @@ EXCHANGE = np.dtype(
 )
 """The memory of one process's exchanges.
 
-``counters`` is the address of the rounds that each process has come to. ``is_broken`` is that of a counter
-above 0 if a process has failed. ``slots`` is that of ``[2, num_ranks, slot_bytes]``, and a slot has a piece
-every ``piece_bytes``. ``spins`` is how often a process looks for the others before it sleeps. For
-``system_call`` and ``futex`` see ``futex_call``. ``patience`` is the address of the seconds and nanoseconds
-after which a process that sleeps looks whether another has failed.
+``counters`` is the address of the rounds that each process has reached. ``is_broken`` is the address of a
+counter that is above 0 if a process has failed. ``slots`` is the address of ``[2, num_ranks, slot_bytes]``,
+and a slot has a piece every ``piece_bytes``. ``spins`` is how often a process checks the others' counters
+before it sleeps. ``system_call`` and ``futex`` are explained at ``futex_call``. ``patience`` is the address
+of the seconds and nanoseconds after which a sleeping process checks whether another one has failed.
 """
 
 
 @exact
 def come(exchange: Any) -> None:
-    """Tell the other processes that this one has come to its next round."""
+    """Announce to the other processes that this one has reached its next round."""
     counter = exchange.counters + LINE * exchange.rank
     round_number = arrive(counter) + 1
-    # Who sleeps has written this before it compared the counter, so one of the two sees the other.
+    # A sleeper writes this before it compares the counter, so either it sees the new counter or this process
+    # sees the sleeper.
     if read_shared(counter + _ASLEEP) >= round_number:
         wake(exchange.system_call, exchange.futex, counter)
 
 
 @exact
 def meet(exchange: Any, round_number: int) -> None:
-    """Wait until all processes have come to a round, or one has failed.
+    """Wait until all processes have reached a round, or one has failed.
 
-    A core on which nobody computes may be needed by the process that is waited for.
+    It sleeps after some checks, since the process for which it waits may need the core.
     """
     for rank in range(exchange.num_ranks):
         counter, spins = exchange.counters + LINE * rank, 0
@@ -120,8 +122,9 @@ def add_slots(
     """Add some rows of all slots of a round.
 
     Args:
-        round_number: a round that all processes have come to.
-        borders_at: address of int64 ``[num_ranks + 1]``: the first segment of each process, and their number.
+        round_number: a round that all processes have reached.
+        borders_at: address of int64 ``[num_ranks + 1]``: the first segment of each process, and the number of
+            segments.
         first, end: the rows.
         width: float32 values of a row.
         output: address of float32 ``[end, width]``.
@@ -154,7 +157,7 @@ def add_slots(
 
 @exact
 def _add_levels(total: Any, part: Any, levels: Any, low: int, high: int) -> None:
-    """Write the sum of a part and of the levels that wait for it, from the lowest."""
+    """Write the sum of a part and the levels that wait for it, beginning with the lowest level."""
     for i in range(len(part)):
         total[i] = part[i]
     for level in range(low, high):

@@ -1,4 +1,4 @@
-"""Lets a thread sleep until another process changes a counter in shared memory, by Linux's futex."""
+"""Uses Linux's futex, with which a thread sleeps until another process changes a counter in shared memory."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def _emit_futex(builder: Any, call: list[Any], operation: int, value: Any, timeo
 
 @instruction
 def sleep_while(typingctx: Any, system_call: Any, number: Any, address: Any, value: Any, timeout: Any) -> Any:
-    """Sleep until a counter is woken, unless its lower 32 bits are no longer those of ``value``.
+    """Sleep until ``wake`` is called for a counter, unless its lower 32 bits differ from those of ``value``.
 
     Args:
         system_call, number: see ``futex_call``.
-        address: that of an int64 of a little-endian machine.
-        value: what the counter was.
-        timeout: address of two int64, seconds and nanoseconds, after which the thread goes on.
+        address: the counter's address: an int64 on a little-endian machine.
+        value: the last known value of the counter.
+        timeout: address of two int64, the seconds and nanoseconds after which the thread wakes up anyway.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -60,7 +60,7 @@ def sleep_while(typingctx: Any, system_call: Any, number: Any, address: Any, val
 
 @instruction
 def wake(typingctx: Any, system_call: Any, number: Any, address: Any) -> Any:
-    """Let all threads go on that sleep at a counter."""
+    """Wake all threads that sleep at a counter."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _emit_futex(builder, list(arguments), _WAKE, ir.Constant(_INT64, _ALL), ir.Constant(_INT64, 0))

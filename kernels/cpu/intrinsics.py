@@ -38,16 +38,16 @@ TILE_COLUMNS = 64 if binding.get_host_cpu_features().get("avx512f", False) else 
 """
 
 SQUARE = 16 if TILE_COLUMNS == 64 else 8
-"""Largest side of the squares that ``transpose`` transposes fast: the number of float32 in a register."""
+"""Largest side of the squares that ``transpose`` handles fast: the number of float32 in a register."""
 
 
 def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an instruction of a function that returns a signature and emits LLVM IR.
+    """Make an instruction from a function that returns a signature and emits LLVM IR.
 
-    Generating machine code also rewrites the IR, and Numba links that into callers and optimizes it again.
-    Address arithmetic on integers may by then begin at a null pointer, which LLVM takes for an access that
-    never happens: a kernel then lost a store, but only when it was loaded from Numba's cache. Functions that
-    may use the null pointer keep it.
+    Code generation rewrites the IR, and Numba links the result into callers and optimizes it again. Address
+    arithmetic on integers may then begin at a null pointer, and LLVM removes such accesses because it assumes
+    that they never happen. A kernel lost a store in this way, but only when it was loaded from Numba's cache.
+    The attribute makes null pointers valid, so LLVM keeps the accesses.
     """
 
     @wraps(emit)
@@ -69,16 +69,16 @@ def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a part of a kernel, inlined so that loops over its constant arguments are unrolled.
+    """Compile a part of a kernel. It is inlined, so that loops over its constant arguments are unrolled.
 
-    No part allows LLVM to reorder or to fuse operations, since it would do so by the width of vectors.
+    LLVM may not reorder or fuse operations, since the result would depend on the width of vectors.
     """
     part: Callable[..., Any] = njit(inline="always")(function)
     return part
 
 
 def exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a part of a kernel whose sums keep the order in which they are written."""
+    """Compile a part of a kernel whose sums are computed in the order of the source code."""
     part: Callable[..., Any] = njit(error_model="numpy")(function)
     return part
 
@@ -96,7 +96,7 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 @instruction
 def keep_apart(typingctx: Any) -> Any:
-    """Keep LLVM from inlining the function that contains this; inlining large functions takes minutes."""
+    """Prevent LLVM from inlining the function that contains this: inlining large functions takes minutes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.function.attributes.add("noinline")
@@ -131,7 +131,7 @@ def call_for_int(typingctx: Any, function: Any) -> Any:
 
 @instruction
 def arrive(typingctx: Any, address: Any) -> Any:
-    """Add 1 to an int64 counter that threads share; what this thread wrote becomes visible before that."""
+    """Add 1 to an int64 counter that threads share. This thread's earlier writes become visible first."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
@@ -142,7 +142,7 @@ def arrive(typingctx: Any, address: Any) -> Any:
 
 @instruction
 def read_shared(typingctx: Any, address: Any) -> Any:
-    """Return an int64 counter that threads share; what they wrote before ``arrive`` is visible then."""
+    """Return an int64 counter that threads share. All writes before their ``arrive`` are visible then."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         counter = builder.inttoptr(arguments[0], _INT64.as_pointer())
@@ -217,7 +217,7 @@ def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
     if stored == types.int8:
         return builder.sitofp(value, wide(_FLOAT))
     if stored == types.uint8:
-        # Moved into a float16, the bits represent 2^-8 times the value.
+        # As bits of a float16, they represent 2^-8 times the value.
         bits = builder.zext(value, wide(_INT16))
         sign = builder.shl(builder.and_(bits, constant(_INT16, 0x80)), constant(_INT16, 8))
         rest = builder.shl(builder.and_(bits, constant(_INT16, 0x7F)), constant(_INT16, 7))
@@ -250,13 +250,13 @@ def encode(typingctx: Any, value: Any, stored: Any) -> Any:
 
 @instruction
 def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any) -> Any:
-    """Return the sum of ``(values[i] - shift) ** power`` in one order, whatever the width of vectors.
+    """Return the sum of ``(values[i] - shift) ** power``; its order does not depend on the vector width.
 
     Each of 16 lanes sums every 16th value, with fused multiplications. The lanes are then added in pairs.
 
     Args:
         values: address of float32 values.
-        length: number of values; the last ``length % 16`` are added to the first lanes.
+        length: number of values. The last ``length % 16`` values are added to the first lanes.
         shift: float32.
         power: 1 or 2, a literal.
     """
@@ -303,7 +303,7 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
 
 @instruction
 def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, high: Any) -> Any:
-    """Return how many keys are from ``low`` to ``high``, and the sum of their weights as float64.
+    """Return the number of keys from ``low`` to ``high``, and the sum of their weights as float64.
 
     Each of 32 lanes sums every 32nd weight. The lanes are then added in pairs, so that the order does not
     depend on the width of vectors.
@@ -451,7 +451,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _transposed_by_eight(builder: Any, rows: list[Any]) -> list[Any]:
-    """Emit the transposition of 8 rows of 8: AVX2 shuffles within halves of its vectors at half the cost."""
+    """Emit the transposition of 8 rows of 8. In AVX2, shuffles within halves of vectors cost half as much."""
 
     def shuffled(first: Any, second: Any, lanes: list[int]) -> Any:
         return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_INT32, 8), lanes))
@@ -538,14 +538,14 @@ def add_product(
 
     ``total[r, c] += sum over k < depth of left[r, k] * scale * widen(right[k, c])``: the inner loop of a
     matrix product (Goto and van de Geijn, 2008). LLVM does not generate this code from plain loops. A sum
-    runs over k in order, so that its bits do not depend on how the product is split into tiles.
+    runs over k in order, so its bits do not depend on the tiles.
 
     Args:
         total, left, right: addresses; total and left are float32.
         depth: number of products in a sum.
         strides: elements from one row to the next, of total, left and right.
         scale: float32; used only if right has 8 bits.
-        coming: two addresses; from both, ``step`` bytes are prefetched for each k.
+        coming: two addresses. For each k, ``step`` bytes are prefetched from both.
         rows: number of rows, a literal.
         width: number of columns, a literal.
         stored: the NumPy type of right.

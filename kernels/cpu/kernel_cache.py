@@ -1,12 +1,12 @@
-"""Compiles kernels, and keeps them on disk for the next processes.
+"""Compiles kernels, and caches them on disk for later processes.
 
-Numba's own cache can give a process the wrong kernel in two ways. It looks only at the file that defines a
-kernel, so that a change of a function in another file goes unnoticed. And two processes that store different
-kernels at the same time may take the same file name. Here all kernels are compiled again when one of the
-source files changes, and a lock is held while a kernel is stored, under a name of its own.
+Numba's own cache can give a process the wrong kernel in two ways. It checks only the file that defines a
+kernel, so it misses a change of a function in another file. And two processes that store different kernels at
+the same time may choose the same file name. Here all kernels are compiled again when any of the source files
+changes. Each kernel is stored under a unique name while a lock is held.
 
-Compiling takes seconds, and the workers of a machine need the same kernels. So another lock is held while a
-kernel is compiled, and processes that wait for it then read the kernel from the disk.
+Compiling takes seconds, and the workers of a machine need the same kernels. Another lock is therefore held
+while a kernel is compiled. Processes that wait for this lock then read the kernel from disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -> Any:
-    """Return a C function that runs a kernel, from the disk if it was compiled before.
+    """Return a C function that runs a kernel; load it from disk if it was compiled before.
 
     Args:
         signature: the Numba signature of the C function.
@@ -44,7 +44,7 @@ def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -
 
 
 def stored_njit(function: Callable[..., Any]) -> Any:
-    """Compile a function for the types of each call, without the GIL, and keep it on disk."""
+    """Compile a function for the types of each call, to run without the GIL, and cache it on disk."""
     compiled: Any = njit(nogil=True)(function)
     compiled._cache = _KernelCache(function)
     return compiled
@@ -59,10 +59,10 @@ class _KernelCache(FunctionCache):
             self._cache_path, self._impl.filename_base, _digest_of_sources()
         )
         self._turn: IO[str] | None = None
-        """The locked file, while this process compiles the function."""
+        """The lock file, while this process compiles the function."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a stored kernel; None: there is none, and no other process is compiling the function."""
+        """Return a stored kernel; None if there is none and no other process is compiling the function."""
         found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         if found is not None:
             return found
@@ -82,7 +82,7 @@ class _KernelCache(FunctionCache):
             self._end_turn()
 
     def _wait_for_turn(self) -> IO[str] | None:
-        """Lock the function for other processes; return None where no file can be written."""
+        """Lock the function against other processes; return None if no file can be written."""
         path = Path(self._cache_path)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class _KernelFiles(IndexDataCacheFile):
     """The index of a function's kernels, and a file for each of them."""
 
     def save(self, key: Any, data: Any) -> None:
-        """Store a kernel. The index names it only after it was written as a whole."""
+        """Store a kernel. The index gets its name after all of it was written."""
         index = Path(self._index_path)
         with index.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -121,7 +121,7 @@ class _KernelFiles(IndexDataCacheFile):
 
 @cache
 def _digest_of_sources() -> str:
-    """Return a digest of what kernels are compiled from; Numba itself checks its own version."""
+    """Return a digest of the kernels' source files. Numba itself checks its own version."""
     digest = sha256(llvmlite.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -1,15 +1,15 @@
 """Linear layers on the CPU, with weights that are packed once.
 
-Decoding one sequence is limited by the speed of memory, and oneDNN reads the weights of a single row at half
-of it. Here all weights of a tile lie next to each other in the order in which they are read.
+The speed of memory limits the decoding of one sequence, and oneDNN reads weights at only half this speed if
+there is a single row. Here all weights of a tile are adjacent, in the order in which they are read.
 
-The sum of each output runs over the inputs in order, with fused multiplications. So its bits depend neither
-on the number of rows, nor on the number of threads, nor on the width of vectors.
+The sum of each output runs over the inputs in order, with fused multiplications. Its bits therefore do not
+depend on the number of rows, the number of threads, or the width of vectors.
 
-A layer whose inputs may be divided among processes has segments of inputs. The sum of each segment runs in
-order, and the sums are added in pairs, then the pairs in pairs, and so on (Zhang et al., arXiv 2511.17826). A
-process with an aligned power of two of the segments computes a subtree of these sums, so the bits do not
-depend on the number of processes either.
+If the inputs of a layer can be divided among processes, they consist of segments. The sum of each segment
+runs in order. These sums are added in pairs, the results again in pairs, and so on (Zhang et al., arXiv
+2511.17826). A process with an aligned power of two of the segments computes a subtree of these sums, so the
+bits do not depend on the number of processes either.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ UNIT = 64
 _PANELS = UNIT // TILE_COLUMNS
 _PAIR = min(2, _PANELS)
 ROWS = 96
-"""Most rows that a thread computes at a time, so that they stay in its cache."""
+"""Most rows that a thread computes at a time, so that they fit into its cache."""
 _FEW_ROWS = 2
-"""Rows whose sums of one panel would leave most registers empty."""
+"""For up to this many rows, the sums of one panel would leave most registers unused."""
 _MOST_TILE_ROWS = 6
 _PIECE_INPUTS = 384
-"""Inputs of a panel that a thread multiplies with all rows before it goes on; as float32 weights, 3/4 of an
-L1 cache of 32 KiB for panels of 16 columns."""
+"""Inputs of a panel that a thread multiplies with all rows before it continues.
+
+For panels of 16 columns, their float32 weights fill 3/4 of an L1 cache of 32 KiB.
+"""
 _DEPTH = 2048
-"""Inputs after which a thread turns to the next rows, so that the tile's weights stay in its L2 cache."""
+"""Inputs before a thread continues with the next rows, so that the tile's weights fit into its L2 cache."""
 MOST_SEGMENTS = 8
-"""Most segments of a layer's inputs: as many processes can divide a sum without changing its bits."""
+"""Most segments of a layer's inputs: this many processes can divide a sum without changing its bits."""
 _MOST_LEVELS = MOST_SEGMENTS.bit_length() - 1
 _MIN_THREADED_WORK = 1 << 19
-"""Multiplications below which waking up threads costs more time than it saves."""
+"""With fewer multiplications than this, waking up threads costs more time than it saves."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,10 @@ def sums(
     num_segments: int = 1,
     own_inputs: range | None = None,
 ) -> torch.Tensor:
-    """Return what ``linear`` rounds to the dtype of the inputs: float32 ``[num_rows, num_units * UNIT]``.
+    """Return the result of ``linear`` before it is rounded: float32 ``[num_rows, num_units * UNIT]``.
 
     Args:
-        own_inputs: the inputs to sum; None means all. Then ``num_segments`` is the number of their segments.
+        own_inputs: the inputs to sum, of which there are ``num_segments`` segments; None means all inputs.
     """
     own = own_inputs or range(weight.in_features)
     rows = inputs.reshape(-1, weight.in_features).float().contiguous()
@@ -190,7 +192,7 @@ def num_segments_of(in_features: int, num_parts: int) -> int:
 
     Args:
         in_features: number of inputs.
-        num_parts: number of equal parts of the inputs that stay together, such as attention heads.
+        num_parts: number of equal parts of the inputs, such as attention heads, that no segment may split.
     """
     count = MOST_SEGMENTS
     while count > 1 and (num_parts % count or in_features // count % GROUP):
@@ -213,7 +215,7 @@ class Product(NamedTuple):
             inputs and outputs are float32.
         input_stride, output_stride: elements from one row to the next.
         in_features: inputs of the layer.
-        num_inputs: how many of them to sum, from the addresses on.
+        num_inputs: number of inputs to sum, beginning at the addresses.
     """
 
     inputs: int
@@ -252,8 +254,8 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
 def _sum_segments(product: Product, num_segments: int, stored: Any) -> None:
     """Compute sums without a bias as a binary tree over segments of inputs.
 
-    Level ``l`` holds a sum of ``2 ** l`` segments that waits for the next one of this size. The last level is
-    the output.
+    Level ``l`` contains a sum of ``2 ** l`` segments, to which the next sum of this size will be added. The
+    last level is the output.
     """
     keep_apart()
     depth, num_rows = product.num_inputs // num_segments, product.num_rows
@@ -299,11 +301,11 @@ def _sum_inputs(product: Product, stored: Any) -> None:
 
 @exact
 def _add_tiles(product: Product, stored: Any) -> None:
-    """Add the products of rows in tiles of one panel, whose numbers of rows differ by one at most.
+    """Add the products of rows in tiles of one panel; the tiles' numbers of rows differ by at most one.
 
-    Many tiles multiply the same piece of a panel, which stays in the L1 cache, and meanwhile prefetch the
-    next piece. So weights come from memory during all products, and not only during those of the first tile.
-    Arithmetic is the limit where weights are smaller than float32; there each tile prefetches its own.
+    Many tiles multiply the same piece of a panel, which is in the L1 cache, and meanwhile prefetch the next
+    piece. Weights are thus read from memory during all products, and not only during those of the first tile.
+    If weights are smaller than float32, arithmetic is the limit, and each tile prefetches its own weights.
     """
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     input_bytes = bytes_per_input(stored)
@@ -311,7 +313,7 @@ def _add_tiles(product: Product, stored: Any) -> None:
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
     num_tiles = -(-num_rows // _MOST_TILE_ROWS)
     fetches_next_piece = num_tiles > 2 and input_bytes == 4 * TILE_COLUMNS
-    # A few rows read the weights once, from memory; many rows read them again from a cache.
+    # A few rows read the weights once, from memory. Many rows read them several times, from a cache.
     step = _PIECE_INPUTS if fetches_next_piece else _DEPTH if num_tiles > 2 else num_inputs
     for panel in range(_PANELS):
         for start in range(0, num_inputs, step):

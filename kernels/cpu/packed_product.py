@@ -4,8 +4,9 @@ A panel has ``TILE_COLUMNS`` output columns. Unquantized, it is ``[in_features, 
 is a run of groups of ``GROUP`` inputs. A group has words of 32 bits, ``[inputs / inputs in a word,
 TILE_COLUMNS]``, with the first input in the lowest bits, and then a bfloat16 scale for each column.
 
-An integer becomes a float32 while it is in the upper bits of its word, which saves a shift. So it counts
-2**24 times its value if it has 8 bits and 2**28 times if it has 4, and the scales are smaller by this factor.
+An integer is converted to float32 while it is in the upper bits of its word, which saves a shift. The result
+is 2**24 times the value of an 8-bit integer and 2**28 times that of a 4-bit integer. The scales are smaller
+by this factor.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ GROUP = 32
 """Inputs that share a scale in each column of a quantized weight."""
 _SCALE_BYTES = 2
 AHEAD = 64
-"""Inputs of a panel by which a tile of several rows prefetches weights that it will use itself."""
+"""Distance, in inputs of a panel, at which a tile of several rows prefetches its own weights."""
 _GROUPS_AHEAD = 8
-"""Groups by which it prefetches quantized weights."""
+"""Distance, in groups, at which it prefetches quantized weights."""
 
 _BITS = {types.int8: 8, types.uint8: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
@@ -68,7 +69,7 @@ def quantized_bits(typingctx: Any, stored: Any) -> Any:
 
 @instruction
 def bytes_per_input(typingctx: Any, stored: Any) -> Any:
-    """Return the bytes that a panel has for each input; times whole groups only, if it is quantized."""
+    """Return a panel's bytes per input. If it is quantized, multiply this only by whole groups."""
     if stored.dtype in _BITS:
         num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
     else:
@@ -108,7 +109,7 @@ class _Tile(NamedTuple):
         return self.builder.load(self.builder.bitcast(at, vector), align=1)
 
     def prefetch(self, offset: Any, distances: Iterable[int]) -> None:
-        """Emit prefetches of the panels, at some distances from ``offset`` bytes after their beginnings."""
+        """Emit prefetches of the panels, at some distances behind ``offset`` bytes from their beginnings."""
         for distance in distances:
             at = self.builder.add(offset, ir.Constant(_INT64, distance))
             for right in self.rights:
@@ -141,15 +142,16 @@ def add_rows_product(
     """Add the product of some rows with packed weights to ``total``, with all sums in registers.
 
     ``total[r, p * TILE_COLUMNS + c] += sum over k < depth of left[r, k] * right[p, k, c]``, where each sum
-    runs over k in order with fused multiplications. If the weights are quantized, each group has a sum of its
-    own over its integers, which is then multiplied by the scale and added to the total. Either way, the bits
-    do not depend on the size of the tile.
+    runs over k in order with fused multiplications. If the weights are quantized, each group has a separate
+    sum over its integers, which is then multiplied by the scale and added to the total. In both cases the
+    bits do not depend on the size of the tile.
 
     Args:
         total, left, right: addresses; total and left are float32.
         depth: number of products in a sum; whole groups, if the weights are quantized.
-        fetch: address of what a product of 3 or more rows with float32 weights prefetches for k = 0, and the
-            bytes from there to what it prefetches for the next k. Other products prefetch their own weights.
+        fetch: address to prefetch for k = 0, and the number of bytes from there to the address for the next
+            k. Only products of 3 or more rows with float32 weights use this; others prefetch their own
+            weights.
         strides: elements from one row of total to the next, and of left; bytes from one panel to the next.
         rows, panels: size of the tile, literals.
         stored: the NumPy type of the weights, in ``STORAGE`` or ``QUANTIZED``.
@@ -198,7 +200,7 @@ def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> 
 
 
 def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -> None:
-    """Emit the product with weights that are stored as they are."""
+    """Emit the product with weights that are not quantized."""
     builder, input_bytes = tile.builder, TILE_COLUMNS * stored.bitwidth // 8
     fetch_first, fetch_step = cgutils.unpack_tuple(builder, fetch)
 
@@ -300,7 +302,7 @@ def _emit_loop(builder: Any, count: Any, starts: _Sums, body: Callable[[Any, _Su
 
 @exact
 def read_weight(panel: int, index: int, column: int, stored: Any) -> np.float32:
-    """Return the weight of an input and of a column of the panel at an address, as float32."""
+    """Return the weight of one input and one column of the panel at an address, as float32."""
     bits = quantized_bits(stored)
     if bits == 0:
         weights = carray(pointer(panel, stored), (index + 1, TILE_COLUMNS))

@@ -21,14 +21,14 @@ QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8}
 """NumPy type that stands for weights of a dtype in Numba."""
 _BITS = {"int8": 8, "int4": 4}
 _PEAKS = {8: 127, 4: -8}
-"""Integer that stands for the weight of the largest magnitude in a group, by the number of bits.
+"""Integer that represents the weight of the largest magnitude in a group, by the number of bits.
 
-Four bits have a -8 but no 8, so the scale takes the sign that makes this weight negative.
+Four bits can represent -8 but not 8, so the sign of the scale makes this integer negative.
 """
 _RANGES = {8: (-127, 127), 4: (-8, 7)}
 """Smallest and largest integer, by the number of bits."""
 _CHUNK = 1 << 18
-"""Weights that are quantized at a time, so that little memory is needed beyond the result."""
+"""Number of weights to quantize at a time, so that little memory is needed in addition to the result."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Norms and activation functions, row by row, on the CPU.
 
-Each value has the same bits whatever else a step computes, and on every processor: sums run in one order, and
-exponentials, cosines and sines are written out, since libraries compute the last values of an array
-differently than the others, and have other code for each kind of processor.
+The bits of a value do not depend on the rest of the step or on the processor. Sums run in a fixed order, and
+exponentials, cosines and sines are implemented here: libraries compute the last values of an array
+differently, and have separate code for each kind of processor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.kernels.cpu.kernel_cache import compile_kernel
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _MIN_THREADED_VALUES = 1 << 15
-"""Values below which waking up threads costs more time than it saves."""
+"""With fewer values than this, waking up threads costs more time than it saves."""
 
 
 class Norm(IntEnum):
@@ -123,7 +123,7 @@ def _tanh(x: np.float32) -> np.float32:
 
 @exact
 def _tanh_near_zero(x: np.float32) -> np.float32:
-    """Return the hyperbolic tangent of up to 0.625 in size, with all its digits (Cephes' ``tanhf``)."""
+    """Return the hyperbolic tangent for magnitudes up to 0.625, to full precision (Cephes' ``tanhf``)."""
     square = x * x
     p = np.float32(-5.70498872745e-3)
     p = multiply_add(p, square, np.float32(2.06390887954e-2))
@@ -138,8 +138,8 @@ def _tanh_near_zero(x: np.float32) -> np.float32:
 def _cosine(x: np.float32, quarters: int) -> np.float32:
     """Return the cosine of ``x`` plus a number of quarters of a turn, for ``x`` up to a million.
 
-    Full quarters of a turn are subtracted in two parts, the first of which is exact. Taylor's polynomials
-    give the cosine and the sine of the rest.
+    Full quarters of a turn are subtracted in two parts, the first of which is exact. Taylor polynomials give
+    the cosine and the sine of the remaining angle.
     """
     number = np.floor(np.float64(x) * 0.6366197723675814 + 0.5)
     rest = (np.float64(x) - number * 1.5707963267341256) - number * 6.077100506506192e-11

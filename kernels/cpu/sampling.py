@@ -1,17 +1,17 @@
 """Samples tokens on the CPU, row by row and without sorting the vocabulary.
 
 Logits are divided by the temperature. The weight of a token is e to the power of its logit minus the largest
-one, or 0 if that difference is below -87, so that a forbidden token is never drawn. Top-k, top-p and min-p
-keep the first tokens in the order of logits, ties by token id. Bisection finds the last logit that top-k and
-top-p keep: each pass adds up the weights of a range of logits, and a range with few tokens is copied. Typical
-tokens are found in the same way, in the order of how near their surprise is to the expected one.
+one. It is 0 if that difference is below -87, so a forbidden token is never drawn. Top-k, top-p and min-p keep
+the first tokens in the order of logits, with ties by token id. Bisection finds the last logit that top-k and
+top-p keep: each pass adds up the weights of a range of logits, and copies a range with few tokens. Typical-p
+works in the same way, but orders tokens by the distance of their negative logprob from the entropy.
 
 Then the cumulative distribution, in the order of token ids, is inverted at a uniform number, which is a
 function of seed and position.
 
-A thread computes a whole row and adds weights as float64 in an order that depends only on the row. So a token
-has the same bits in any batch, with any number of threads and any width of vectors. So does a logprob: the
-logarithm that it needs is written out, too.
+A thread computes a whole row, and adds weights as float64 in an order that depends only on the row. The token
+is therefore the same in any batch, with any number of threads and any width of vectors. The same holds for
+the bits of a logprob, whose logarithm is implemented here too.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from quire.kernels.cpu.intrinsics import (
 from quire.kernels.cpu.kernel_cache import compile_kernel
 
 UNUSABLE = -1
-"""Stands for the token of a row whose logits are not finite."""
+"""Replaces the token of a row whose logits are not finite."""
 
 _BLOCK = 1024
-"""Tokens whose weights are added up before the cumulative distribution is inverted."""
+"""Number of tokens in a block, whose weights are added up before the distribution is inverted."""
 _LANES = 64
-"""Tokens that are looked at together: if none has a key in a range, the others are next."""
+"""Number of tokens that are checked together for a key in a range."""
 _LIST_SHARE = 64
 """A range of logits is copied once it has at most one token in this many."""
 _VALUE_PASSES = 12
-"""Passes that divide the range of values; the next ones halve the floats in it, so that 32 are enough."""
+"""Number of passes that divide the range of values; at most 32 more then halve the floats in it."""
 _NEAR_PASSES = 2
-"""Passes that divide it near its upper end."""
+"""Number of passes that divide it near its upper end."""
 _LOWEST = np.float32(-87.0)
 """Exponent below which a weight is 0."""
 _MIN_THREADED_VALUES = 1 << 15
@@ -66,7 +66,7 @@ DRAW = np.dtype(
         ("position", np.int64),
     ]
 )
-"""How a row's token is drawn; a temperature of 0 takes the most probable one.
+"""How a row's token is drawn; a temperature of 0 chooses the most probable token.
 
 A ``top_k`` of 0, a ``top_p`` of 1, a ``min_p`` of 0 and a ``typical_p`` of 0 or 1 keep all tokens.
 """
@@ -97,13 +97,14 @@ def sample_rows(
     draws: np.ndarray[Any, np.dtype[Any]],
     greedy_below: float,
 ) -> list[int]:
-    """Return the token of each row; ``UNUSABLE`` for a row that has none.
+    """Return the token of each row; ``UNUSABLE`` for a row without a token.
 
-    A row has none if a logit is NaN, or if the largest is infinite, also after division by ``greedy_below``.
+    A row has no token if a logit is NaN, or if the largest one is infinite, before or after division by
+    ``greedy_below``.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float32.
-        raw: the logits before tokens were forbidden, which must be finite, too; may be ``logits`` itself.
+        raw: the logits before tokens were forbidden, which must be finite too; may be ``logits`` itself.
         draws: ``[num_rows]``, of dtype ``DRAW``.
         greedy_below: the smallest temperature that divides logits.
     """
@@ -178,7 +179,7 @@ def _scratch_bytes(vocab_size: int) -> int:
 
 @exact
 def _key(x: np.float32) -> np.int32:
-    """Return an integer that is ordered like a float32; both zeros have the same."""
+    """Return a float32's key: an integer with the same order. Both zeros have the same key."""
     bits = np.int32(bits_of_float(x + np.float32(0.0)))
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
@@ -211,7 +212,7 @@ def _scan(logits: int, length: int) -> tuple[np.int32, np.int32, np.int64]:
 
 @exact
 def _is_finite(smallest: np.int32, largest: np.int32, divisor: np.float32) -> bool:
-    """Return whether a row has no NaN, and its largest logit divided by a number is finite."""
+    """Return whether a row has no NaN, and its largest logit, divided by a number, is finite."""
     infinity = np.float32(np.inf)
     # A NaN's key lies beyond those of the infinities.
     has_nan = smallest < _key(-infinity) or largest > _key(infinity)
@@ -282,7 +283,7 @@ def _copy_range(
 
 @exact
 def _middle(low: np.int32, high: np.int32, num_passes: int) -> np.int32:
-    """Return a key above ``low`` and up to ``high``, by which the next pass divides the range."""
+    """Return the key, above ``low`` and up to ``high``, at which the next pass divides the range."""
     if num_passes >= _VALUE_PASSES:
         return np.int32(np.int64(high) - (np.int64(high) - np.int64(low)) // 2)
     # Most of the weight usually lies near the largest logit.
@@ -303,10 +304,10 @@ def _cut(
     counts_tokens: bool,
     copies: int,
 ) -> tuple[np.int32, float]:
-    """Find the last key that a filter keeps, and how much of it the filter keeps.
+    """Find the last key that a filter keeps, and how many of the tokens with this key it keeps.
 
-    The filter keeps the tokens that have less than a limit before them: a number of tokens, or a share of
-    all weights.
+    The filter keeps a token if the tokens before it are below a limit: a number of tokens, or a share of all
+    weights.
 
     Args:
         keys, weights: addresses of ``length`` values, a multiple of ``_LANES``; the range from ``low`` to
@@ -316,7 +317,8 @@ def _cut(
         copies: address of scratch for the keys and weights of a copied range.
 
     Returns:
-        The key, and the limit minus what lies above the key; infinity if the filter keeps all tokens.
+        The key, and the limit minus the number or weights above the key; infinity if the filter keeps all
+        tokens.
     """
     keep_apart()
     count, total = sum_range(keys, weights, length, low, high)
@@ -343,12 +345,12 @@ def _cut(
 
 @exact
 def _drop(keys: int, weights: int, length: int, last: np.int32, room: float, counts_tokens: bool) -> None:
-    """Set the weights of tokens below a key to 0, and those of tokens with the key once no room is left.
+    """Set the weights of tokens below a key to 0, and of tokens with the key once there is no room.
 
     Args:
         keys, weights: addresses of ``length`` values, a multiple of ``_LANES``.
         last: the key.
-        room: the number of tokens, or the sum of weights, before which a token with the key is kept.
+        room: tokens with the key are kept until their number, or the sum of their weights, reaches this.
         counts_tokens: whether it is a number.
     """
     keep_apart()
@@ -383,9 +385,10 @@ def _drop_untypical(
 ) -> None:
     """Set the weights of all but the locally typical tokens to 0 (Meister et al., 2022).
 
-    Their surprise, the negative logprob, is nearest to the expected surprise: they are the fewest tokens
-    whose weights sum up to a share of all, and those that are equally near. A surprise is a constant minus
-    the token's scaled logit, so the distances from the mean are those of the scaled logits.
+    Tokens are ordered by the distance of their negative logprob from the entropy, its mean. The filter keeps
+    the first ones whose weights sum up to a share of all weights, and all tokens as near as the last of
+    these. A negative logprob is a constant minus the scaled logit, so the distances are those of scaled
+    logits from their mean.
 
     Args:
         keys, weights: addresses of ``length`` values; the keys are overwritten.
@@ -428,13 +431,13 @@ def _mix(z: np.uint64) -> np.uint64:
 
 @exact
 def _add_blocks(weights: int, length: int, block_sums: int) -> float:
-    """Write the sum of each block of weights, and return the sum of all."""
+    """Write the sum of each block of weights; return the sum of all weights."""
     keep_apart()
     blocks = carray(pointer(block_sums, np.float64), (length // _BLOCK,))
     total = 0.0
     for block in range(length // _BLOCK):
         at = weights + np.int64(4 * _BLOCK * block)
-        # A weight is not negative, so that its own bits are in the range.
+        # The bits of the weights serve as keys: weights are not negative, so all of them are in the range.
         _, blocks[block] = sum_range(at, at, np.int64(_BLOCK), np.int32(0), np.int32(0x7FFFFFFF))
         total += blocks[block]
     return total
@@ -442,9 +445,9 @@ def _add_blocks(weights: int, length: int, block_sums: int) -> float:
 
 @exact
 def _invert(weights: int, length: int, uniform: float, block_sums: int) -> int:
-    """Return the first token whose weight and those before it sum to more than this share of all weights.
+    """Return the first token whose weight, with all weights before it, is more than a share of all weights.
 
-    If rounding lets the sums end below it, this is the last token with a weight above 0.
+    If all sums are lower because of rounding, return the last token with a weight above 0.
     """
     keep_apart()
     w = carray(pointer(weights, np.float32), (length,))
@@ -469,7 +472,7 @@ def _invert(weights: int, length: int, uniform: float, block_sums: int) -> int:
 
 @exact
 def _filter(logits: int, length: int, largest: np.int32, draw: Any, scratch: int, padded: int) -> None:
-    """Write the weights of a row's tokens to the scratch, 0 for those that are not to be drawn.
+    """Write the weights of a row's tokens to the scratch; tokens that must not be drawn get 0.
 
     Args:
         logits: address of ``length`` logits.
@@ -505,7 +508,7 @@ def _draw(scratch: int, padded: int, uniform: float) -> int:
 
 @exact
 def _log(x: float) -> float:
-    """Return the natural logarithm of a number of at least 1; libraries have other code for each processor.
+    """Return the natural logarithm of a number of at least 1; libraries have separate code per processor.
 
     The number is halved until the series of the inverse hyperbolic tangent converges fast.
     """

@@ -3,7 +3,7 @@
 Calling a model's modules costs more time than a small model computes. Here each thread enters the program
 once per step. It takes work from counters that the threads share, and waits at a barrier between phases.
 
-All values between operations are float32, rounded to the model's dtype wherever its modules would store them.
+All values between operations are float32, rounded to the model's dtype where the modules would store them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from quire.kernels.cpu.packed_product import bytes_per_input, read_weight
 from quire.kernels.cpu.rows import activate, narrow, normalize
 
 _SPINS = 10_000
-"""How often a waiting thread looks at the barrier before it offers its core to others.
+"""How often a waiting thread checks the barrier before it offers its core to other threads.
 
-A core that is offered soon is lost for a slice of the scheduler's time, some milliseconds, if another process
-is busy: with 1,000 a step of one stream took 17 ms beside such a process, with 10,000 it takes 8 ms. With
-100,000 it takes 5 ms there, but 4.6 instead of 2 ms where both threads share one core.
+If another process is busy, an offered core is lost for some milliseconds, a time slice of the scheduler. Next
+to such a process, a step of one stream took 17 ms with 1,000, 8 ms with 10,000 and 5 ms with 100,000. But
+with 100,000 it took 4.6 ms instead of 2 ms when both threads shared one core.
 """
 
 NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), ("epsilon", np.float64)])
@@ -68,11 +68,11 @@ LAYER = np.dtype(
 )
 """A layer.
 
-Up to three linear layers give the queries, keys and values: "query" may give all of them. Without "up" there
-is no gate, and "gate" is the only linear layer before the activation. The inputs of "output" and of "down"
-may be divided among processes. Then their "borders" are the address of the processes' first segments (see
-``add_slots``), and 0 otherwise. Their sums are partial, and their biases are added after the sum over the
-processes.
+Up to three linear layers compute the queries, keys and values; "query" may compute all of them. Without "up"
+there is no gate, and "gate" is the only linear layer before the activation. If the inputs of "output" or
+"down" are divided among processes, "borders" is the address of the processes' first segments (see
+``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and the bias is added after the sum
+over the processes.
 """
 
 _ADDRESSES = (
@@ -138,9 +138,7 @@ STEP = np.dtype(
         ("no_linear", LINEAR),
     ]
 )
-"""A step: the model, its buffers, and the step's tokens. ``kv_format`` is 0 if blocks have the model's dtype,
-1 for int8 and 2 for e4m3. ``exchange`` is the address of an ``EXCHANGE``, and ``last_round`` the round that
-this process has come to before the step.
+"""A step: the model, its buffers, and the step's tokens.
 
 A program gets two of them. The second has only the tokens after which logits or hidden states are needed:
 ``kept_rows`` are their rows in the first. From the attention of the last layer on, the others need not be
@@ -203,7 +201,7 @@ def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any) ->
 
 @exact
 def _add_update(args: Any, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any) -> None:
-    """Add what a layer computed to the residual stream, and normalize the sum for what comes next."""
+    """Add a layer's output to the residual stream, and normalize the sum for the next layer."""
     keep_apart()
     size, stride = args.hidden_size, args.update_stride
     for row in range(first, end):
@@ -314,9 +312,9 @@ def _add_linear(
     item_bytes: int,
     stored: Any,
 ) -> tuple[int, int]:
-    """Compute what a linear layer adds to the residual stream, in all processes if it is divided.
+    """Compute the output of a linear layer that is added to the residual stream; sum it over the processes.
 
-    Return the next phase, and the round that this process has come to.
+    Return the next phase, and the round that this process has reached.
     """
     keep_apart()
     if borders_at == 0:
@@ -361,9 +359,9 @@ def _sum_pieces(
     round_number: int,
     stored: Any,
 ) -> None:
-    """Compute this process's partial sums of a linear layer: those of each of its pieces of segments.
+    """Compute this process's partial sums of a linear layer, one for each of its pieces.
 
-    They are rounded only after they are added.
+    They are rounded only after all processes' sums have been added.
     """
     keep_apart()
     borders = carray(pointer(borders_at, np.int64), (exchange.num_ranks + 1,))
@@ -400,7 +398,7 @@ def _sum_pieces(
 
 @exact
 def _finish_sums(output: int, width: int, bias: int, first: int, end: int, storage: Any) -> None:
-    """Add the bias to some rows, if it is not 0, and round them to the model's dtype."""
+    """Add the bias, unless its address is 0, to some rows, and round them to the model's dtype."""
     sums = carray(pointer(output, np.float32), (end, width))
     if bias != 0:
         addends = carray(pointer(bias, np.float32), (width,))
@@ -581,7 +579,7 @@ def _copy(source: int, target: int, length: int) -> None:
 
 @exact
 def _keep_rows(args: Any, kept: Any, first: int, end: int) -> None:
-    """Copy what later phases read of the tokens that they still compute."""
+    """Copy the rows of the tokens that later phases compute."""
     keep_apart()
     rows = carray(pointer(kept.kept_rows, np.int64), (kept.num_tokens,))
     size, attended_size = args.hidden_size, args.num_heads * args.head_dim

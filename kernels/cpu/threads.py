@@ -1,9 +1,9 @@
 """Runs a kernel on the threads that torch's own operators use.
 
-Two thread pools on the same cores would cost more time than the kernels take: after each operator OpenMP's
-threads spin for a while, and the threads of another pool, such as Numba's, wait for the cores. So a kernel is
-a C function, and torch's OpenMP library calls it once on each thread of the team that torch has already
-created.
+Two thread pools on the same cores would cost more time than the kernels themselves. OpenMP's threads spin for
+a while after each operator, and the threads of another pool, such as Numba's, would wait for the cores. A
+kernel is therefore a C function, which torch's OpenMP library calls once on each thread that torch has
+already created.
 """
 
 from __future__ import annotations

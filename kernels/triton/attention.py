@@ -15,7 +15,7 @@ from quire.kernels.triton.configs import AttentionConfig
 
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _MIN_WORKERS = 4
-"""Fewest programs for the splits of one sequence, even if the batch fills the device without splits.
+"""Fewest programs for the splits of one sequence, even if the batch fills the device without splitting.
 
 One sequence may be much longer than the others.
 """
@@ -121,7 +121,7 @@ def _prefill(
     launch: _Launch, config: AttentionConfig, num_tokens: int, num_seqs: int, num_kv_heads: int, group: int
 ) -> None:
     block_m = max(config.block_m, triton.next_power_of_2(group))
-    # This is an upper bound; programs of tiles that do not exist return immediately.
+    # This is an upper bound: a program whose tile does not exist returns immediately.
     num_tiles = num_tokens // (block_m // group) + num_seqs
     prefill_kernel[(num_tiles, num_kv_heads)](
         launch.output,

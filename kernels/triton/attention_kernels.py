@@ -1,9 +1,9 @@
 """The Triton kernels of paged attention.
 
-A program's rows are consecutive new tokens of one sequence times the query heads that share a KV head. So one
-matrix product uses a key for all of them, and K and V are read once per KV head. A program loops over the
-sequence's block table (PagedAttention, Kwon et al., 2023), one tile of keys at a time, with a running softmax
-(FlashAttention-2, Dao, 2023). Logits are in base 2, since the hardware computes ``exp2``.
+A program's rows are consecutive new tokens of one sequence times the query heads that share a KV head. One
+matrix product therefore uses a key for all rows, and K and V are read once per KV head. A program loops over
+the sequence's block table (PagedAttention, Kwon et al., 2023), one tile of keys at a time, with a running
+softmax (FlashAttention-2, Dao, 2023). Logits are in base 2, since the hardware computes ``exp2``.
 
 ::
 
@@ -11,10 +11,10 @@ sequence's block table (PagedAttention, Kwon et al., 2023), one tile of keys at 
     decode           a program computes one new token; its keys are divided into splits
     combine          merges the splits of a token (Flash-Decoding, Dao et al., 2023)
 
-Positions define the tiles and splits, and a sequence's splits depend only on its own length. So the result
-for a token does not depend on the other sequences in the batch. Arguments that change from step to step are
-not specialized: otherwise Triton would compile a kernel again when one becomes 1 or a multiple of 16, while
-requests wait.
+Positions define the tiles and splits, and a sequence's splits depend only on its own length. The result for a
+token therefore does not depend on the other sequences in the batch. Arguments that change from step to step
+are not specialized. Otherwise Triton would compile a kernel again, while requests wait, when such an argument
+becomes 1 or a multiple of 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -53,7 +53,7 @@ def _find_keys(
     """Return the block id, with 64 bits, and the slot of each key at ``start..start + BLOCK_N - 1``.
 
     ``start`` must be a multiple of BLOCK_N. Where whole blocks fill a tile, only the ids change from tile to
-    tile. Divisions are unsigned, since one of signed integers takes several instructions.
+    tile. Divisions are unsigned, since a signed division takes several instructions.
     """
     offset = tl.arange(0, BLOCK_N).to(tl.uint32)
     if BLOCK_N % BLOCK_SIZE == 0:
@@ -107,13 +107,13 @@ def _attend(
 
     ``peak`` is the row max and ``total`` the row sum. ``scale`` must be positive and ``first`` a multiple of
     BLOCK_N. Without MASKED each row sees each key. Keys before ``lowest`` or from ``last`` on are never read,
-    since their slots may hold anything.
+    since their slots may contain any data.
     """
     for start in range(first, last, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         is_known = (key_position >= lowest) & (key_position < last)
         block, slot = _find_keys(table, start, is_known, BLOCK_SIZE, BLOCK_N, MASKED)
-        # The block comes last: what is before it stays the same from tile to tile.
+        # The block's offset is added last, since the sum of the others is the same in each tile.
         vector = slot[:, None] * STRIDE_SLOT + tl.arange(0, BLOCK_D)[None, :]
         run = (block * STRIDE_BLOCK)[:, None]
 
@@ -176,8 +176,8 @@ def _normalize(peak, total, output, sinks):
 def _find_sequence(query_starts, tile, num_seqs, BLOCK_Q: tl.constexpr):
     """Return the index of the sequence that a tile belongs to.
 
-    Sequence i starts at tile ``query_starts[i] // BLOCK_Q + i``. This leaves enough tiles for each sequence,
-    and needs no list of tiles, which the host would have to compute.
+    Sequence i starts at tile ``query_starts[i] // BLOCK_Q + i``. Each sequence thus has enough tiles, and the
+    host need not compute a list of tiles.
     """
     low = 0
     high = num_seqs
@@ -225,9 +225,9 @@ def prefill_kernel(
     STRIDE_SCALE_BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
-    """Attend with the tiles of all sequences that have several new tokens. The grid is (tiles, KV heads)."""
+    """Compute attention for the sequences with several new tokens. The grid is (tiles, KV heads)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # The last tiles see the most keys. They start first, so that no long one is left at the end.
+    # The last tiles see the most keys. They start first, so that no long program runs alone at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = _find_sequence(query_starts, tile, num_seqs, BLOCK_Q)
@@ -347,13 +347,14 @@ def decode_kernel(
     MAX_SPLITS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
 ):
-    """Attend with the single new token of each sequence over its splits.
+    """Compute attention for the single new token of each sequence, over its splits.
 
-    The grid is (workers, KV heads * parts of a group, sequences). A token with one split is finished here. If
-    there are several, each split stores its sum in ``partial_outputs`` ``[num_seqs, num_heads, num_slots,
-    BLOCK_D]``, and its row max and row sum in ``partial_sums`` ``[num_seqs, num_heads, num_slots, 2]``.
+    The grid is (workers, KV heads * parts of a group, sequences). If a token has only one split, its result
+    is final. If there are several splits, each one stores its sum in ``partial_outputs`` ``[num_seqs,
+    num_heads, num_slots, BLOCK_D]``, and its row max and row sum in ``partial_sums`` ``[num_seqs, num_heads,
+    num_slots, 2]``.
     """
-    # If more than BLOCK_M query heads share a KV head, several programs compute them, and read the KV head
+    # If more than BLOCK_M query heads share a KV head, several programs compute them. They read the KV head
     # through the same cache.
     PARTS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     kv_head = tl.program_id(1) // PARTS

@@ -123,8 +123,8 @@ def copy_rows_kernel(
     if source_ids is not None:
         source_row = tl.load(source_ids + row * stride_source_id).to(tl.int64)
     word = tl.program_id(1).to(tl.int64) * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)
-    # Words are counted in pairs, so that the compiler knows that both words of a pair exist, and reads or
-    # writes 16 bytes in one access.
+    # Words are counted in pairs. The compiler thus knows that both words of a pair exist, and reads or writes
+    # 16 bytes in one access.
     is_word = word < num_pairs * 2
     words = tl.load(source + source_row * stride_source + word, mask=is_word)
     tl.store(target + target_row * stride_target + word, words, mask=is_word)

@@ -21,7 +21,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Raise ValueError unless shape, dtype and device fit; a string in the shape stands for any size."""
+    """Raise ValueError unless shape, dtype and device match; a string in the shape matches any size."""
     got = tuple(tensor.shape)
     fits = len(got) == len(shape) and all(
         isinstance(want, str) or have == want for have, want in zip(got, shape, strict=True)

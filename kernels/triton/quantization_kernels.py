@@ -36,7 +36,7 @@ def _encode_e4m3(x):
 
 @triton.jit
 def encode_values(x, KV_FORMAT: tl.constexpr):
-    """Return float32 values, which are already divided by their scale, in the stored format."""
+    """Convert float32 values, which are already divided by their scale, to the stored format."""
     if KV_FORMAT == "int8":
         return _round(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)
     else:
@@ -45,10 +45,10 @@ def encode_values(x, KV_FORMAT: tl.constexpr):
 
 @triton.jit
 def decode_values(x, dtype: tl.constexpr, KV_FORMAT: tl.constexpr):
-    """Return stored values in a dtype; float16, bfloat16 and float32 represent all 8-bit values exactly."""
+    """Convert stored values to a dtype; float16, bfloat16 and float32 represent all 8-bit values exactly."""
     if KV_FORMAT == "e4m3":
-        # Extended by its sign and moved up, a byte has its sign where the float has it, and again below,
-        # where the mask removes it. The exponents' biases differ by 8 and by 120.
+        # After sign extension and a shift, the byte's sign is in the float's sign bit and in the bits below,
+        # which the mask clears. The exponents' biases differ by 8 and by 120.
         signed = x.to(tl.int8, bitcast=True)
         if dtype == tl.float16:
             half = (signed.to(tl.int16) << 7) & -0x4080
