@@ -97,6 +97,6 @@ def _encode(token_ids: Sequence[int]) -> bytes:
 
 
 def fingerprint(descriptor: bytes, secret: bytes) -> str:
-    """Return the hash of a test vector; two processes compute the same one only if all their hashes agree."""
+    """Return the hash of a test vector, which is equal in two processes only if all their hashes agree."""
     root = root_hash(descriptor, secret, CacheScope("fingerprint"))
     return block_hash(root, range(16)).hex()

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class BreakerState(IntEnum):
-    """The state of a breaker: it passes all attempts, passes one trial, or refuses all."""
+    """The state of a breaker: it allows all attempts, allows one trial, or refuses all."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -16,7 +16,7 @@ class BreakerState(IntEnum):
 
 
 class CircuitBreaker:
-    """Refuses attempts for a while after several failures in a row, then lets one through as a trial.
+    """Refuses attempts for a while after several failures in a row, and then allows one as a trial.
 
     Args:
         max_failures: number of failures in a row that open the breaker.
@@ -44,8 +44,8 @@ class CircuitBreaker:
         """Return whether the next attempt may be made."""
         state = self.state
         if state is BreakerState.HALF_OPEN:
-            # The next trial is due after the same time even if this one never reports, since it may be
-            # cancelled.
+            # The next trial is allowed after the same time even if this one is cancelled and never reports a
+            # result.
             self._open_until = self._clock() + self._open_seconds
         return state is not BreakerState.OPEN
 

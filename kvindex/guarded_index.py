@@ -15,17 +15,17 @@ logger = logging.getLogger("quire.kvindex")
 BUDGET_SECONDS = 0.02
 """Time limit for a look-up in Redis."""
 NUM_AT_ONCE = 8
-"""Look-ups that may be in Redis at the same time; the others wait for their turn.
+"""Most concurrent look-ups in Redis; others wait for their turn.
 
 Each uses a connection. Redis runs one look-up at a time, so more connections do not make look-ups faster, and
 opening a connection costs five times as much as a look-up.
 """
 TURN_SECONDS = 0.2
-"""Longest wait of a look-up for its turn; a thousand look-ups that Redis answers promptly need less."""
+"""Longest wait of a look-up for its turn. A thousand look-ups take less time if Redis answers promptly."""
 
 
 class Fallback(StrEnum):
-    """The reason why a look-up has no answer."""
+    """Why a look-up has no answer."""
 
     BUSY = "busy"
     TIMEOUT = "timeout"

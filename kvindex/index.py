@@ -2,7 +2,7 @@
 
 A worker publishes blocks under a lease, parents before children, and evicts children before parents. The
 published blocks are thus closed under prefixes, so one number describes how much of a prompt a worker has
-cached. An entry is valid while the lease lives under which it was published.
+cached. An entry is valid during the lease under which it was published.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from redis.exceptions import RedisClusterException, RedisError
 from quire.kvindex.worker_record import WorkerRecord
 
 UNREACHABLE = (RedisError, RedisClusterException, OSError)
-"""Errors of an index that does not answer. The exception of a Redis cluster is not a ``RedisError``."""
+"""Exceptions if an index does not answer. The one of a Redis cluster is not a ``RedisError``."""
 
 
 class LeaseLostError(Exception):
-    """The lease expired, or the index lost it: join again and publish everything."""
+    """The lease expired, or the index lost it. The worker must join again and publish everything."""
 
 
 class IndexFullError(Exception):
-    """The index has no memory left: publish again after an eviction, or give Redis more memory."""
+    """The index has no memory left. Publish again after an eviction, or give Redis more memory."""
 
 
 class Holding(NamedTuple):
@@ -82,5 +82,5 @@ class IndexLease(Protocol):
         ...
 
     async def leave(self) -> None:
-        """End the lease, which invalidates its entries at once, unless another process has taken it over."""
+        """End the lease and thus invalidate its entries, unless another process has taken over the lease."""
         ...

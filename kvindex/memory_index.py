@@ -33,7 +33,7 @@ class MemoryStore:
         return lease if lease is not None and self.clock() < lease.expires_at else None
 
     def remove(self, block_hash: bytes, worker_id: str) -> None:
-        """Remove a worker's entry for a block, and the block with its last entry."""
+        """Remove a worker's entry for a block; remove the block if this was its last entry."""
         holders = self.holders[block_hash]
         del holders[worker_id]
         if not holders:

@@ -8,22 +8,21 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 MAX_EVICTIONS = 1 << 18
-"""Most evictions that may wait. With more, a new epoch is cheaper than catching up."""
+"""Most pending evictions. With more, beginning a new epoch is cheaper than applying them."""
 
 
 class PublishLedger:
-    """Keeps the difference between a worker's pool and its entries in the index. Thread-safe.
+    """Keeps the difference between a worker's pool and its entries in the index. It is thread-safe.
 
     Opposite changes cancel out: a block that was stored and removed again is never sent to the index. Memory
     is therefore bounded by the pool and ``max_evictions``, and no change has to be dropped.
 
-    Each dict has an order that keeps the index closed under prefixes. A pool stores parents first and removes
-    children first, and a block that is stored or removed again moves to the end of its dict. Read from the
-    front, blocks to publish follow their parents, and blocks to evict follow their children.
+    The order of each dict keeps the index closed under prefixes. A pool stores parents first and removes
+    children first, and a block that is stored or removed again moves to the end of its dict. From the front
+    of a dict, blocks to publish therefore follow their parents, and blocks to evict follow their children.
 
-    While the ledger does not follow (before the first ``restart``, after a ``stop``, after too many
-    evictions) it records only which blocks are in the pool, because all entries in the index are about to be
-    replaced.
+    Before the first ``restart``, after a ``stop`` and after too many evictions, the ledger records only which
+    blocks are in the pool and no changes, because all entries in the index are about to be replaced.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class PublishLedger:
         self._max_evictions = max_evictions
         self._clock = clock
         self._lock = threading.Lock()
-        # A dict and not a set, for its order.
+        # This is a dict because a set has no order.
         self._held: dict[bytes, None] = {}
         # The values are the times at which the changes were recorded.
         self._to_publish: dict[bytes, float] = {}
@@ -63,9 +62,9 @@ class PublishLedger:
             return 0.0 if since is None else self._clock() - since
 
     def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> bool:
-        """Record consecutive blocks of a chain as stored; return whether they are the first pending changes.
+        """Record consecutive blocks of a prompt as stored; return whether they are the first pending changes.
 
-        Without a parent they begin a chain.
+        Without a parent they begin a prompt.
         """
         with self._lock:
             was_settled, now = self.num_pending == 0, self._clock()
@@ -95,14 +94,14 @@ class PublishLedger:
             return was_settled and self.num_pending > 0
 
     def restart(self) -> None:
-        """Begin to follow, with an index that has no entries of this worker."""
+        """Begin to record changes for an index that has no entries of this worker."""
         with self._lock:
             self._to_publish = dict.fromkeys(self._held, self._clock())
             self._to_evict = {}
             self._is_following = True
 
     def stop(self) -> None:
-        """Stop following, because it is unknown which entries the index contains."""
+        """Stop recording changes, because it is unknown which entries the index contains."""
         with self._lock:
             self._stop()
 

@@ -16,17 +16,17 @@ from quire.kvindex.worker_record import WorkerRecord
 logger = logging.getLogger("quire.kvindex")
 
 FLUSH_SECONDS = 0.005
-"""How long to collect blocks for one publish."""
+"""Seconds for which blocks are collected for one publish."""
 FLUSH_BLOCKS = 512
 MAX_BLOCKS_PER_SECOND = 50_000
-"""Limit for each worker, so that Redis has time for look-ups while workers publish everything again."""
+"""Limit per worker, so that Redis has time for look-ups while workers publish all their blocks again."""
 
 REJOIN_JITTER_SECONDS = 2.0
-"""Period over which workers that lost their leases together spread the start of publishing again."""
+"""Workers that lost their leases at the same time begin to publish again spread over this period."""
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 FULL_SECONDS = 1.0
-"""How long to wait before publishing to a full index again."""
+"""Seconds before the next publish to a full index."""
 
 CANCEL_SECONDS = 0.1
 CLOSE_SECONDS = 2.0
@@ -34,13 +34,13 @@ CLOSE_SECONDS = 2.0
 
 @dataclass(eq=False)
 class BlockPublisher:
-    """Publishes, in order, which blocks a pool stores and removes, and keeps the worker's lease alive.
+    """Publishes in order which blocks a pool stores and removes, and renews the worker's lease.
 
     The engine's thread calls ``stored`` and ``removed``, which only record the change. One task on the event
     loop publishes the changes. When the index fails, loses its data or falls too far behind, the task joins
-    again with a new epoch and publishes all blocks of the pool, so the index recovers by itself.
-    The epoch is new even after a timeout: a command whose answer was lost may still be executed, after later
-    commands on another connection, and the new epoch makes it have no effect.
+    again with a new epoch and publishes all blocks of the pool, so the index recovers by itself. A timeout
+    also requires a new epoch. The command whose answer was lost may be executed later, after commands on
+    another connection. With the new epoch it has no effect.
 
     Args:
         lease: the worker's side of an index.
@@ -85,7 +85,7 @@ class BlockPublisher:
     # --- on the event loop --------------------------------------------------------------------------------
 
     def start(self, record: WorkerRecord) -> None:
-        """Join with the worker's record and follow the pool."""
+        """Join with the worker's record, and publish the changes of the pool."""
         self._record = record
         self._task = self.loop.create_task(self._run())
 

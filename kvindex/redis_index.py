@@ -6,12 +6,12 @@ Keys, all in one hash slot::
     {q}l<slot>    HASH  e = epoch, r = worker record; expires with the lease
     {q}slots      HASH  worker id -> slot
 
-The names are short to save memory: 20 bytes fit an allocation of 24, and one byte more would take 32 or 40
-for each of up to a million keys.
+The names are short to save memory: there are up to a million keys. 20 bytes fit into an allocation of 24, and
+one more byte would need 32 or 40.
 
 An entry is valid while its epoch equals the epoch of the holder's lease, so all entries of a dead worker
-become invalid with its lease. The scripts build keys from the prefixes that they are given as keys. Redis
-wants every key declared; the common hash tag makes this work in a cluster too.
+become invalid with its lease. The scripts get prefixes as keys and build the other keys from them. Redis
+expects all keys to be declared, but because of the common hash tag this works in a cluster too.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ LOOK_UP_BLOCKS = 4096
 """Most blocks in one look-up call: 64 KiB of arguments. Longer prompts take more calls."""
 
 MAX_HOLDERS = 64
-"""Most holders that one look-up checks, which bounds its time in Redis.
+"""Most holders that one look-up checks. This bounds its time in Redis.
 
-With more, it may miss the deepest.
+If there are more holders, it may miss the one with the most blocks.
 """
 
 PUBLISH_BLOCKS = 512
 """Most blocks in one publish or evict call: about a millisecond of Redis time."""
 
 SWEEP_KEYS = 200
-"""Keys that one sweep visits: half a millisecond of Redis time. All workers sweep, which shares the work."""
+"""Number of keys that one sweep visits: half a millisecond of Redis time. All workers share this work."""
 
 EPOCH_BYTES = 4
 
@@ -56,14 +56,14 @@ Client = Redis | RedisCluster
 def reader_client(url: str) -> Client:
     """Return a client for look-ups, with a short time limit and no retries.
 
-    The URL is one of redis-py's, with TLS as ``rediss://``. With ``+cluster`` before the ``://`` it names any
-    node of a cluster.
+    The URL has redis-py's form; ``rediss://`` means TLS. With ``+cluster`` before ``://``, it names any node
+    of a cluster.
     """
     return _client(url, timeout=0.05)
 
 
 def membership_client(url: str) -> Client:
-    """Return a client for reading the members; no request waits for the answer, so it may be slow."""
+    """Return a client for reading the members. It may be slow, since no request waits for the answer."""
     return _client(url, timeout=0.5)
 
 
@@ -86,15 +86,15 @@ def _client(url: str, timeout: float) -> Client:
 
 
 def _script(client: Client, name: str) -> Any:
-    # register_script sends only the hash, and the text again when Redis has lost it.
+    # register_script sends only the script's hash, and its text only if Redis does not have it.
     return client.register_script(files("quire.kvindex").joinpath("scripts", f"{name}.lua").read_text())
 
 
 @contextmanager
 def _malformed_answers() -> Iterator[None]:
-    """Turn the errors of an answer that cannot be read into ``InvalidResponse``, one of ``UNREACHABLE``.
+    """Convert errors in parsing an answer to ``InvalidResponse``, which is one of ``UNREACHABLE``.
 
-    redis-py lets them through: a damaged length is a ValueError there, and a damaged map an AttributeError.
+    redis-py does not convert them: a damaged length raises ValueError, and a damaged map AttributeError.
     """
     try:
         yield
@@ -124,7 +124,7 @@ class RedisIndex:
     async def _look_up_part(self, block_hashes: Sequence[bytes]) -> list[Holding]:
         with _malformed_answers():
             answer = await self._look_up(keys=[BLOCKS, LEASES], args=[b"".join(block_hashes), MAX_HOLDERS])
-            # If a record cannot be read, its depth is dropped too.
+            # Without a readable record, the depth is of no use.
             return [
                 Holding(record, max(0, min(int(depth), len(block_hashes))))
                 for stored, depth in zip(answer[::2], answer[1::2], strict=True)
@@ -154,7 +154,7 @@ class WorkerLease:
         args = [record.worker_id, self._epoch, record.to_json(), self._ttl_ms]
         with _malformed_answers():
             self._slot = str(int(await self._scripts["join"](keys=[SLOTS, LEASES], args=args))).encode()
-        # Redis would refuse a damaged cursor each time.
+        # Begin at 0: Redis would refuse a damaged cursor each time.
         self._sweep_cursor = b"0"
 
     async def beat(self) -> None:
@@ -185,7 +185,7 @@ class WorkerLease:
             with _malformed_answers():
                 return int(await self._scripts["publish"](keys=keys, args=args))
         except ResponseError as error:
-            # Redis 6 wraps errors within a script, so the type of the exception does not show this one.
+            # Redis 6 wraps errors in a script, so the exception's type does not reveal that memory is full.
             if "OOM" in str(error):
                 raise IndexFullError(str(error)) from error
             raise
@@ -208,7 +208,7 @@ class WorkerLease:
             return int(num_removed)
 
     async def leave(self) -> None:
-        """End the lease, which invalidates its entries at once, unless another process has taken it over."""
+        """End the lease and thus invalidate its entries, unless another process has taken over the lease."""
         with _malformed_answers():
             await self._scripts["leave"](keys=[self._lease_key], args=[self._epoch])
 

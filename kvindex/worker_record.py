@@ -22,10 +22,10 @@ class WorkerRecord:
     """A live worker.
 
     Attributes:
-        worker_id: unique name; two processes with the same name keep ending each other's leases.
+        worker_id: unique name. Two processes with the same name would repeatedly end each other's leases.
         role: the present role, one of ``ROLES``.
         address: host:port of the worker's gRPC services.
-        epoch: changes with each start of the process. The epoch of its index entries is a different one.
+        epoch: identifies this start of the process. It is not the epoch of its index entries.
         fingerprint: see ``block_hash.fingerprint``.
         is_draining: whether the worker finishes its requests and accepts no new ones.
     """

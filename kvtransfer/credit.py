@@ -6,10 +6,10 @@ from quire.kvtransfer.errors import ProtocolError
 
 
 class CreditWindow:
-    """Keeps the receiver's account of one push of blocks ``[first_block, num_blocks)``.
+    """Keeps the receiver's credit account for one push of the blocks ``[first_block, num_blocks)``.
 
-    Invariant: at most ``size`` blocks are granted and not yet taken. A sender that has used up its credit is
-    always granted more, so a push never stalls for lack of credit. Blocks 2 to 19 with a size of 8::
+    Invariant: at most ``size`` blocks are granted and not yet taken. A sender that has used up its credit
+    always gets more, so a push never stalls for lack of credit. Blocks 2 to 19 with a size of 8::
 
         grant() == 8            the sender may send blocks 2 to 9
         take(2), take(3), take(4)         grant() == 0: 5 blocks are open, more than half
@@ -38,7 +38,7 @@ class CreditWindow:
         return credit
 
     def take(self, index: int) -> bool:
-        """Take the block that is due; return False for a block that was taken before.
+        """Record the arrival of the next block; return False if the block arrived before.
 
         Raises:
             ProtocolError: the block is not part of the push, leaves a gap, or exceeds the credit.

@@ -1,4 +1,4 @@
-"""Errors of block transfers, each with the gRPC status that reports it to the other end."""
+"""Errors of block transfers. Each has the gRPC status that reports it to the other end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayoutMismatchError(TransferError):
 
 
 class NotSharedError(TransferError):
-    """The blocks of the other worker cannot be mapped here, for the reason that the message says."""
+    """The blocks of the other worker cannot be mapped here; the message says why."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "not_shared"
@@ -48,13 +48,13 @@ class UnknownLeaseError(TransferError):
 
 
 class StaleEpochError(TransferError):
-    """The ticket, or the knowledge of a holder's blocks, dates from before that worker restarted."""
+    """The worker has restarted since it issued the ticket, or since its blocks became known."""
 
     reason = "stale_epoch"
 
 
 class StaleAttemptError(TransferError):
-    """The push belongs to an attempt that the router has given up."""
+    """The push belongs to an attempt that the router has abandoned."""
 
     reason = "stale_attempt"
 
@@ -73,14 +73,14 @@ class NoBlocksError(TransferError):
 
 
 class BadBlockError(TransferError):
-    """A block arrived exactly as it was sent, but it cannot be the keys and values of any tokens."""
+    """A block arrived exactly as it was sent, but no tokens can have these keys and values."""
 
     code = grpc.StatusCode.DATA_LOSS
     reason = "bad_block"
 
 
 class DigestMismatchError(TransferError):
-    """A block's bytes or its hash differ from those that the sender computed the digest of."""
+    """A block's bytes or its hash differ from those for which the sender computed the digest."""
 
     code = grpc.StatusCode.DATA_LOSS
     reason = "digest_mismatch"

@@ -5,7 +5,7 @@
     messages        [ index | block_hash | digest | payload  ]      up to 2 MiB of blocks in a message
     shared, nixl    [ index | block_hash | digest | block_id ]      16 MiB: the receiver copies them itself
 
-A block of 512 KiB thus travels with three others in a message, or is named with 31 others.
+A message thus carries four blocks of 512 KiB, or names 32 of them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 MESSAGE_BYTES = 2 << 20
-"""Size that messages are filled up to.
+"""Size up to which messages are filled with blocks.
 
-Below 1 MiB the cost of each message shows; above 4 MiB is no faster.
+Below 1 MiB, the fixed cost of each message matters. Above 4 MiB, transfers are no faster.
 """
 
 NAMED_BYTES = 16 << 20
 """Size of the blocks that one message names, if the receiver copies them out of the sender's pool.
 
-Smaller messages cost more each; with larger ones the receiver copies later than it could.
+With smaller messages, the fixed cost of each matters. With larger ones, the receiver begins to copy later.
 """
 
 Buffer = bytes | memoryview
@@ -47,8 +47,8 @@ class Frame:
         block_hash: identity of a full block; empty for the last block if it is partial.
         payload: the block's bytes.
         digest: at the sender, the digest of the payload if it is known. At the receiver, the digest that a
-            copy of the payload must have, if the payload is still the sender's memory.
-        block_id: at the sender, the block's place in a pool that the receiver may map.
+            copy must have if the payload is still in the sender's memory.
+        block_id: at the sender, the block's id in a pool that the receiver may map.
     """
 
     index: int
@@ -61,7 +61,7 @@ class Frame:
         """Check a copy of the payload, if the payload could not be checked before it was copied.
 
         Raises:
-            DigestMismatchError: the copy differs from the bytes that the sender computed the digest of.
+            DigestMismatchError: the copy differs from the bytes for which the sender computed the digest.
         """
         if self.digest is not None:
             check(self, copied, self.digest)
@@ -79,7 +79,7 @@ def check(frame: Frame, payload: Buffer, expected: int) -> None:
 
 
 def blocks_per_message(block_bytes: int, transport: Transport = Transport.MESSAGES) -> int:
-    """Return how many blocks fill a message, or are named by it; at least 1."""
+    """Return how many blocks one message carries or names; at least 1."""
     return max(1, (MESSAGE_BYTES if transport is Transport.MESSAGES else NAMED_BYTES) // block_bytes)
 
 
@@ -99,9 +99,10 @@ def add_to(
 ) -> None:
     """Append the frames to a message's field, with their digests.
 
-    They have the blocks' bytes if these are sent in messages, else the blocks' places in the sender's pool.
+    The frames have the blocks' bytes if these are sent in messages, and otherwise their ids in the sender's
+    pool.
     """
-    # Frames are built in place: protobuf copies a message, with its payload, when it is put into another.
+    # Frames are built in place, since protobuf copies a message, with its payload, into another one.
     for frame in frames:
         known = frame.digest if frame.digest is not None else digest(frame.block_hash, frame.payload)
         added = message.add(index=frame.index, block_hash=frame.block_hash, digest=known)

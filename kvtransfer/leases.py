@@ -1,7 +1,7 @@
 """Leases on blocks that this worker holds, so that other workers can copy them.
 
-A pinned block is neither evicted nor written. A lease that is not renewed expires, so a puller that vanished
-does not keep blocks pinned for long.
+A pinned block is neither evicted nor written. A lease expires if it is not renewed, so the blocks of a puller
+that vanished are not pinned for long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SWEEP_SECONDS = 0.25
 
 
 class BlockSource(Protocol):
-    """The source of the blocks that others pull: the worker's pool."""
+    """The source of the blocks that other workers pull: this worker's pool."""
 
     layout: KvLayout
     epoch: str
@@ -36,7 +36,7 @@ class BlockSource(Protocol):
         """
 
     def unpin(self, lease_id: str) -> None:
-        """Unpin the blocks of a lease, after a ``pin`` that still runs; an unknown lease is no error."""
+        """Unpin the blocks of a lease, after any ``pin`` that still runs; ignore an unknown lease."""
 
     def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
         """Return the frame of a pinned block; called in a thread."""
@@ -54,10 +54,10 @@ class Lease:
 
 
 class BlockLeases:
-    """Gives, renews and ends all leases on a worker's blocks.
+    """Grants, renews and ends all leases on a worker's blocks.
 
     Args:
-        max_blocks: most blocks that may be under lease at a time; a new lease gets at most what is left.
+        max_blocks: most blocks under lease at a time; a new lease gets at most the remaining number.
         clock: returns seconds that never go back.
     """
 
@@ -76,7 +76,7 @@ class BlockLeases:
         self._leases: dict[str, Lease] = {}
 
     async def pin(self, block_hashes: Sequence[bytes]) -> Lease | None:
-        """Lease the leading blocks that are present; None if the first is absent or no more may be leased."""
+        """Lease the leading blocks that are present; None if there are none, or ``max_blocks`` are leased."""
         wanted = block_hashes[: self._num_left]
         if not wanted:
             return None
@@ -116,7 +116,7 @@ class BlockLeases:
         self.find(lease_id).expires_at = self._clock() + LEASE_SECONDS
 
     def release(self, lease_id: str) -> None:
-        """End a lease; an unknown lease or one that has ended is no error."""
+        """End a lease; do nothing if it is unknown or has ended."""
         if (lease := self._leases.pop(lease_id, None)) is not None:
             lease.is_closed = True
             self._num_left += len(lease.block_ids)

@@ -1,4 +1,4 @@
-"""Metrics of the blocks that a worker moves by pushes and pulls, at either end of them."""
+"""Metrics of the blocks that a worker sends or receives by pushes and pulls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECEIVER_ERRORS = (
     errors.TransferError,
     errors.UnknownTicketError,
 )
-"""Errors with which a receiver ends a push. Each has a counter from the start: a rate needs a first value."""
+"""Errors with which a receiver ends a push. Their counters start at 0, since a rate needs a first value."""
 
 PULL_FAILURES = (
     errors.BadBlockError.reason,
@@ -109,7 +109,7 @@ class TransferMetrics:
         self._pull_seconds.observe(seconds)
 
     def record_failure(self, kind: Literal["push", "pull"], reason: str) -> None:
-        """Count a received push that ended without a commit, or a pull that brought less than it was to."""
+        """Count a received push that ended without a commit, or a pull that did not bring all its blocks."""
         self._failures.labels(kind, reason).inc()
 
     def set_leases(self, count: int) -> None:

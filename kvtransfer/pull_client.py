@@ -27,7 +27,7 @@ RELEASE_SECONDS = 0.5
 
 
 class Holder(NamedTuple):
-    """A worker that holds blocks: its address, host:port, and the epoch that names its present start."""
+    """A worker that holds blocks: its address (host:port), and the epoch of its current start."""
 
     address: str
     epoch: str
@@ -116,11 +116,11 @@ class BlockPull:
     async def frames(self, first_block: int = 0) -> AsyncGenerator[list[Frame]]:
         """Yield the pinned blocks from ``first_block`` on, one list for each message.
 
-        They stay as they are while the context is open. ``Frame.check_copy`` must accept a copy of a payload
-        before anything uses the copy.
+        They do not change while the context is open. Before a copy of a payload is used, ``Frame.check_copy``
+        must accept it.
 
         Raises:
-            DigestMismatchError: a block is not the one that was asked for, or its bytes changed on the way.
+            DigestMismatchError: a block is not the requested one, or its bytes changed on the way.
             ProtocolError: blocks arrived out of order, or some did not arrive.
             PullFailedError: the lease has ended, or the holder vanished or ran out of time.
         """

@@ -21,7 +21,7 @@ from quire.protos import kvtransfer_pb2_grpc
 
 
 class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
-    """Serves pins and pulls of one worker's blocks."""
+    """Lets other workers pin and pull one worker's blocks."""
 
     def __init__(
         self, leases: BlockLeases, metrics: TransferMetrics, transports: Transports = MESSAGES_ONLY
@@ -93,8 +93,8 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         for start in range(request.first_block, end, num_per_message):
             indices = range(start, min(end, start + num_per_message))
             message = await asyncio.to_thread(self._message, lease, indices, transport)
-            # A copy or a digest is right only if its block stayed pinned meanwhile. After the lease has
-            # ended, the block may have been overwritten.
+            # A copy or digest is valid only if its block was pinned all the time. After the end of the lease,
+            # the block may have been overwritten.
             if lease.is_closed:
                 raise UnknownLeaseError("the lease ended while its blocks were copied: pin them again")
             self._metrics.record_lent(len(indices), len(indices) * block_bytes, transport)

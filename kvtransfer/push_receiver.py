@@ -30,15 +30,14 @@ class Reservation(Protocol):
     def write(self, frame: Frame) -> None:
         """Write a block and let the frame check the copy; called in a thread.
 
-        After ``abort`` has led to the end of the request, it writes nothing.
+        If ``abort`` has ended the request, write nothing.
 
         Raises:
-            TransferError: it is not the block that belongs there, its copy is damaged, or the request has
-                ended.
+            TransferError: it is the wrong block, its copy is damaged, or the request has ended.
         """
 
     async def commit(self, first_token_id: int | None) -> None:
-        """Admit the sequence, now that every block is written; without a first token, sample it here."""
+        """Admit the sequence after all its blocks were written; without a first token, sample it here."""
 
     def abort(self, reason: str) -> None:
         """Free the blocks, unless the sequence was admitted; called at most once."""
@@ -51,7 +50,7 @@ class BlockSink(Protocol):
     epoch: str
 
     async def open(self, request: pb.PushOpen) -> Reservation:
-        """Return a reservation for all blocks of the push, waiting until they can be allocated.
+        """Wait until all blocks of the push can be allocated; return a reservation for them.
 
         Raises:
             TransferError: the ticket is unknown, used, or of another attempt.
@@ -93,7 +92,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             refused = pb.PushRefused(status_code=failure.code.value[0], message=str(failure))
             yield pb.PushResponse(refused=refused)
             if failure is not error:
-                raise  # An unexpected error is a defect, and the server logs it.
+                raise  # An unexpected error is a defect, which the server logs.
             await context.abort(failure.code, str(failure))
 
     async def _receive(self, requests: AsyncIterator[pb.PushRequest]) -> AsyncGenerator[pb.PushResponse]:

@@ -1,4 +1,4 @@
-"""The client of pushes: sends a sequence's blocks to a decode worker while later ones are still computed."""
+"""The client of pushes: sends a sequence's blocks to a decode worker while later ones are being computed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class PushSummary(NamedTuple):
-    """The amount that a push moved, and how its time was spent.
+    """How much a push moved, and how it spent its time.
 
     Attributes:
         num_saved_bytes: bytes of the blocks that the receiver already had, and that were not sent.
         seconds: time from open to the receiver's acknowledgement.
         credit_wait_seconds: the part of that time in which blocks were ready but there was no credit.
         send_seconds: the part of that time in which a message was being handed to the network.
-        transport: how the receiver took the blocks.
+        transport: how the receiver got the blocks.
     """
 
     num_blocks: int
@@ -49,14 +49,14 @@ class PushSummary(NamedTuple):
 
 
 class PromptBlocks(NamedTuple):
-    """The blocks of a prompt: how they are laid out, and how many they are."""
+    """The layout and the number of a prompt's blocks."""
 
     layout: KvLayout
     number: int
 
 
 class BlockPush:
-    """One push, as an async context manager; leaving it without ``commit`` undoes it at the receiver.
+    """One push, as an async context manager. If it exits without ``commit``, the receiver discards the push.
 
     ::
 
@@ -123,7 +123,7 @@ class BlockPush:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A call that has ended ignores this; for any other, the receiver discards the push.
+        # This does nothing if the call has ended. Otherwise the receiver discards the push.
         self._call.cancel()
         self._reading.cancel()
         self._writing.cancel()
@@ -134,7 +134,7 @@ class BlockPush:
         """Send blocks in order, within the credit; return when the last message is on its way.
 
         ``blocks`` may be lazy. It is read in a thread, at most one block ahead of the credit. Blocks of a
-        shared pool must stay as they are until ``commit`` has returned: the receiver copies them.
+        shared pool must not change until ``commit`` has returned, since the receiver copies them.
 
         Raises:
             ProtocolError: there are more blocks than the push was opened for.
@@ -146,7 +146,7 @@ class BlockPush:
         while True:
             limit = frames.blocks_per_message(self._block_bytes, transport)
             count = min(limit, max(1, self._credit))
-            # Copying and digesting megabytes would block the event loop. The message before is sent
+            # Copying and digesting megabytes would block the event loop. The previous message is sent
             # meanwhile.
             message = await asyncio.to_thread(frames.to_proto, islice(pending, count), transport)
             num_blocks = len(message.frames.frames)
@@ -162,9 +162,9 @@ class BlockPush:
             self._num_sent += num_blocks
 
     async def _settled(self, blocks: Iterator[Frame]) -> Iterator[Frame]:
-        """Return the blocks, once it is settled whether the receiver copies them out of this worker's pool.
+        """Wait until it is known whether the receiver copies from this worker's pool; return the blocks.
 
-        The first credit says so. Without a shared pool there is nothing to settle.
+        The first credit says so. Without a shared pool there is no need to wait.
         """
         if self._transport is not None or not self._open.shared_pool.epoch or not self._num_left:
             return blocks
@@ -198,7 +198,7 @@ class BlockPush:
 
     @property
     def credit_wait_seconds(self) -> float:
-        """Seconds for which blocks have so far been ready without credit."""
+        """Seconds so far in which blocks were ready but there was no credit."""
         waiting = perf_counter() - self._waiting_since if self._waiting_since is not None else 0.0
         return self._credit_wait_seconds + waiting
 
@@ -215,7 +215,7 @@ class BlockPush:
 
     async def _write_open(self) -> None:
         if self._open.shared_pool.keys:
-            # No stranger at the address may get the keys to the whole pool.
+            # An unproven peer at the address must not get the keys to the whole pool.
             await self._checked.wait()
             if self._unproven is not None:
                 raise await self._failure()
@@ -226,25 +226,24 @@ class BlockPush:
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            # A stream that the receiver has ended refuses writes; the call's status has the reason.
+            # If the receiver has ended the stream, writes fail. The call's status has the reason.
             raise await self._failure() from error
         self._send_seconds += perf_counter() - start
 
     async def _read_responses(self) -> None:
         """Queue the receiver's messages, and None at the end of the stream.
 
-        The stream must be read continuously. A call has no status before all its messages have been read, so
-        a failed write would wait for its error as long as an unread credit remains.
+        The stream must be read continuously. A call has a status only after all its messages have been read.
+        With an unread credit, a failed write would wait for its error forever.
         """
         try:
-            # Check the peer before taking its first credit, so that no block goes to a stranger.
+            # Check the peer before using its first credit, so that no block goes to an unproven peer.
             await self._peer.check(self._call)
         except grpc.aio.AioRpcError as error:
             self._unproven = error
         self._checked.set()
         with suppress(grpc.aio.AioRpcError):
-            # Iterate, since that reads to the end; ``read`` would stop at a failed write and miss the
-            # refusal.
+            # Iteration reads to the end. ``read`` would stop at a failed write and miss the refusal.
             async for response in self._call:
                 if response.WhichOneof("message") == "refused":
                     self._refused = response.refused

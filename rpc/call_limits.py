@@ -26,16 +26,16 @@ CALL_MARGIN_SECONDS = 5.0
 
 _log = logging.getLogger("quire.grpc")
 _parents: WeakKeyDictionary[asyncio.Task[Any], ref[asyncio.Task[Any]]] = WeakKeyDictionary()
-"""For each call's task, the gRPC task that started it and keeps the call until its client disconnects."""
+"""For each call's task, the gRPC task that started it and holds the call until its client disconnects."""
 
 
 class CallLimits(OwnCalls):
     """Drops a call if its client does not read in time, and writes the messages of streams.
 
-    While a message waits for its reader, gRPC cannot send a status. Therefore the handler is cancelled first,
-    which frees its resources, and then the call, which resets its stream and frees the message. gRPC's server
-    keeps the newest call until the next one arrives, so a call that is dropped on an idle server is reset
-    only then.
+    While a message waits for its reader, gRPC cannot send a status. The handler is therefore cancelled first,
+    which frees its resources. Then the call is cancelled, which resets its stream and frees the message.
+    gRPC's server keeps the newest call until the next one arrives, so on an idle server a dropped call is
+    reset only then.
 
     Streaming handlers must be async generators.
 
@@ -100,7 +100,7 @@ class CallLimits(OwnCalls):
             raise end.error
 
     def _begin(self, method: str) -> CallEnd:
-        """Start the timer of a call, and make its end droppable."""
+        """Start the timer of a call, and let ``CallEnd.drop`` end it."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -124,8 +124,8 @@ class CallLimits(OwnCalls):
 class _ReadTimer:
     """Drops a call whose client takes too long to read one of its messages.
 
-    Almost every message is read immediately. So the loop's timer is not set and cancelled for each message.
-    When it expires, it checks whether the message that it was set for, or a later one, still waits.
+    Almost every message is read immediately, so the loop's timer is not set and cancelled for each message.
+    When the timer expires, it checks whether its message, or a later one, is still waiting.
     """
 
     def __init__(self, drop: Callable[[], object]) -> None:
@@ -136,7 +136,7 @@ class _ReadTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, seconds: float) -> None:
-        """Begin to wait for the reader of a message."""
+        """Begin to time the reading of a message."""
         self._until = until = self._loop.time() + seconds
         if self._timer is not None and self._timer.when() > until:
             self.close()
@@ -144,7 +144,7 @@ class _ReadTimer:
             self._timer = self._loop.call_at(until, self._look)
 
     def end(self) -> None:
-        """Stop waiting, because the message was read or could not be sent."""
+        """Stop timing, because the message was read or could not be sent."""
         self._until = None
 
     def close(self) -> None:
@@ -180,10 +180,11 @@ def _cancel(task: asyncio.Task[Any]) -> None:
 
 
 def remember_parents() -> None:
-    """Record, from now on, which task started each task that gRPC starts on the running loop.
+    """From now on, record the parent of each task that gRPC starts on the running loop.
 
-    gRPC has no function with which a server can cancel a call. However, one task starts a call's own task and
-    then waits for the client to disconnect. It is the last one that references the call.
+    gRPC has no function with which a server can cancel a call. However, the parent of a call's task waits for
+    the client to disconnect, and is the last task that references the call. Cancelling the parent ends the
+    call.
     """
     loop = asyncio.get_running_loop()
     make: Any = loop.get_task_factory() or asyncio.Task

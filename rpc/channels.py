@@ -19,10 +19,10 @@ gRPC's default limit of 4 MiB."""
 
 PING_TIMEOUTS = [
     ("grpc.keepalive_timeout_ms", 10_000),
-    # gRPC also pings to measure bandwidth. This limit, a minute by default, applies to such a ping too.
+    # This limit, which is a minute by default, also applies to the pings with which gRPC measures bandwidth.
     ("grpc.http2.ping_timeout_ms", 10_000),
 ]
-"""Options that say how long to wait for the answer to a ping before the connection counts as broken."""
+"""Options that limit the wait for the answer to a ping, after which the connection counts as broken."""
 IDLE_SECONDS = 300.0
 """A channel without a user for this long is closed."""
 

@@ -66,7 +66,7 @@ class ClusterTrust:
     def problem(
         self, address: str, nonce: str, info: worker_pb2.GetWorkerInfoResponse, *, is_named_by_operator: bool
     ) -> str | None:
-        """Return the reason why the worker that sent this description must not get prompts; None: it may.
+        """Return why the worker that sent this description must not get prompts; None if it may.
 
         An address from Redis must equal the one in the worker's proof. Otherwise an intruder could pass the
         challenge on to a real worker and return that worker's proof. An address that the operator named may
@@ -93,7 +93,7 @@ class ClusterTrust:
 
 
 class RequireProof(OwnCalls):
-    """Passes only calls that prove the cluster secret, and answers their challenges.
+    """Admits only calls that prove the cluster secret, and answers their challenges.
 
     Health, reflection and services outside ``quire.v1`` are not guarded.
 
@@ -152,7 +152,7 @@ class SeenCounts:
 
     def __init__(self) -> None:
         self._callers: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Highest count by caller, and a bit mask of used counts: bit i stands for the highest count - i."""
+        """Highest count by caller, and a bit mask of used counts: bit i represents the highest count - i."""
 
     def add(self, caller: str, count: int) -> bool:
         """Record a caller's count; return False if it was used before, or is too old to know."""
@@ -174,7 +174,7 @@ class SeenCounts:
 
 
 def _answering(handler: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
-    """Return a handler that sends ``metadata`` first; ``RequestIntake`` has made all requests streams."""
+    """Return a handler that sends ``metadata`` first. ``RequestIntake`` made all requests streams."""
 
     async def single(requests: AsyncIterator[bytes], context: Any) -> Any:
         await context.send_initial_metadata(metadata)

@@ -1,4 +1,4 @@
-"""Ends calls from outside of their handlers, with an error that their callers receive."""
+"""Ends calls from outside their handlers, with an error that the callers receive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ends: dict[asyncio.Task[Any], CallEnd] = {}
 
 
 def end_of(task: asyncio.Task[Any]) -> CallEnd:
-    """Return the end of the call that a task handles; it is kept until the task is done."""
+    """Return the ``CallEnd`` of the call that a task handles; it exists until the task is done."""
     end = _ends.get(task)
     if end is None:
         end = _ends[task] = CallEnd(task.cancel)
@@ -45,7 +45,8 @@ def end_call(task: asyncio.Task[Any], error: ServiceError) -> None:
     """End the call that a task handles; its caller gets the status of ``error``.
 
     If a message is being sent, the status follows it. A client that does not read the message within
-    ``ENDED_READ_SECONDS`` gets no status: its call is dropped. An earlier error stays.
+    ``ENDED_READ_SECONDS`` gets no status: its call is dropped. If the call already has an error, that one is
+    sent.
     """
     end = end_of(task)
     if end.error is not None or task.done():

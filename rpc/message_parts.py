@@ -7,15 +7,15 @@ from google.protobuf.descriptor import Descriptor
 from quire.rpc.errors import InvalidArgument
 
 MAX_PARTS = 1 << 19
-"""Maximum number of fields in a message; that many take about 50 ms to parse."""
+"""Maximum number of fields in a message, which take about 50 ms to parse."""
 SMALL_MESSAGE_BYTES = 64 << 10
 """Size up to which messages are not counted."""
 PACKED_BYTES = 16
-"""Number of bytes in a packed list of numbers that take as long to parse as one field."""
+"""Parsing this many bytes of a packed list of numbers takes as long as parsing one field."""
 
 
 def check_parts(encoded: bytes, descriptor: Descriptor) -> None:
-    """Refuse a message with too many fields; malformed bytes are left to the parser.
+    """Refuse a message with too many fields; the parser reports malformed bytes.
 
     A message of 16 MiB can contain eight million empty messages and take seconds to parse.
 

@@ -43,7 +43,7 @@ _ANSWERED = frozenset(
         "/quire.v1.KvPullService/Pull",
     }
 )
-"""Calls that send blocks or whose results are used. Their callers check that a worker answers."""
+"""Calls that send blocks or whose results are used. Their callers check the callee's answer."""
 
 _CHALLENGE_BYTES = 16
 _CALLER_BYTES = 8
@@ -67,7 +67,7 @@ def answer_proof(secret: bytes, challenge: str, epoch: str, address: str) -> str
 
 
 def new_challenge() -> str:
-    """Return a random text that cannot be predicted."""
+    """Return an unpredictable random text."""
     return secrets.token_hex(_CHALLENGE_BYTES)
 
 
@@ -91,7 +91,7 @@ class Caller:
 
 
 class Peer:
-    """Signs each call to one worker and checks who answers; a stub takes it instead of a channel.
+    """Signs each call to one worker, and checks who answers. A stub accepts it instead of a channel.
 
     Args:
         address: the worker's address as the worker itself states it.
@@ -117,7 +117,7 @@ class Peer:
         return self._signed(method, self.channel.stream_stream(method, **options))
 
     async def check(self, call: Any) -> None:
-        """Return when the callee has proved that it is this peer, or the call has failed for another reason.
+        """Wait until the callee has proved that it is this peer, or the call has failed for another reason.
 
         Only the calls that move blocks, prompts or tokens carry a proof and can be checked.
 

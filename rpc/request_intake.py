@@ -22,12 +22,12 @@ Deserialize = Callable[[bytes], Any]
 AddBytes = Callable[[int], None]
 """Counts further bytes of a request; raises an error if there is no room for them."""
 Memory = Callable[[], AbstractContextManager[AddBytes]]
-"""Opens the account of one request; its bytes count until the context ends."""
+"""Begins to count the bytes of one request, until the context ends."""
 
 
 @contextmanager
 def unbounded() -> Iterator[AddBytes]:
-    """Count nothing, so that any number of bytes is accepted."""
+    """Accept any number of bytes."""
     yield lambda num_bytes: None
 
 

@@ -52,10 +52,10 @@ class Stop(NamedTuple):
     """Functions that a server calls while it stops after a signal.
 
     Attributes:
-        drain: returns when the running calls have ended; meanwhile the server still accepts calls.
+        drain: returns when the running calls have ended; until then, the server accepts further calls.
         num_requests: returns the number of calls that the server waits for.
-        tell: called with that number and the time left: at once, at each change, every ``TELL_SECONDS``, and
-            when the time is over.
+        tell: called with that number and the remaining time: immediately, at each change, every
+            ``TELL_SECONDS``, and when the time is over.
     """
 
     drain: Drain
@@ -64,7 +64,7 @@ class Stop(NamedTuple):
 
 
 class Service(NamedTuple):
-    """One servicer: the generated ``add_XServicer_to_server``, the servicer, and ``package.X``."""
+    """A service: the generated ``add_XServicer_to_server``, the servicer, and the name ``package.X``."""
 
     add_to_server: Callable[..., Any]
     servicer: object
@@ -79,7 +79,7 @@ def server_options(
     Args:
         max_message_bytes: size of the largest message that it accepts.
         min_ping_seconds: interval at which a client may ping.
-        shares_port: whether other processes may listen on the same port, and get a part of the connections.
+        shares_port: whether other processes may listen on the same port and share the connections.
     """
     return [
         # The default of 4 MiB is too small for a long prompt or a batch of KV blocks.
@@ -136,7 +136,7 @@ class GrpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, stop: Stop | None = None) -> None:
-        """Report NOT_SERVING, refuse new calls, let running calls end within the grace, cancel the others.
+        """Report NOT_SERVING, refuse new calls, and cancel running calls that do not end within the grace.
 
         ``stop.drain`` runs first, within the same grace, while the server still accepts calls: some servers
         need further calls before their running calls can end.
@@ -223,7 +223,7 @@ async def grpc_server(
 
 
 async def _drain(stop: Stop, deadline: float) -> None:
-    """Return when the drain has ended or its time is over; meanwhile report how many requests remain."""
+    """Wait until the drain has ended or its time is over; meanwhile report how many requests remain."""
     loop = asyncio.get_running_loop()
     draining = asyncio.ensure_future(stop.drain())
     told = Draining(-1, 0.0)
@@ -257,7 +257,7 @@ def tell_log(waiting: Draining) -> None:
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM or SIGINT end the process at once, until ``serve_until_signal`` handles the signals.
+    """Make SIGTERM or SIGINT end the process immediately, until ``serve_until_signal`` handles them.
 
     A container's first process ignores signals without a handler, so it could not be stopped while it loads
     its model. A process in the background of a script ignores SIGINT unless it has a handler.
@@ -289,7 +289,7 @@ async def serve_until_signal(
             loop.remove_signal_handler(each)
         end_on_signals()
     if failure is not None and failure.done():
-        if not isinstance(failure.result(), BadFileError):  # the command reports it in one sentence
+        if not isinstance(failure.result(), BadFileError):  # the command prints this error as one sentence
             _log.error(
                 "server_failed",
                 extra={"fields": {"address": server.address, "details": str(failure.result())}},
@@ -369,7 +369,7 @@ class _Call:
         self.code = grpc.StatusCode.OK
 
     async def fail(self, error: Exception) -> None:
-        """End the call with the status of ``error``; does not return."""
+        """End the call with the status of ``error``. This always raises."""
         if isinstance(error, grpc.aio.AbortError):
             self.code = self._context.code()
             raise error

@@ -1,1 +1,1 @@
-"""Brings the bytes of blocks from other workers, in one of several ways with one interface."""
+"""Gets the bytes of blocks from other workers by one of several transports with a common interface."""

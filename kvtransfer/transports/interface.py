@@ -1,7 +1,7 @@
-"""What each transport implements.
+"""The interface that each transport implements.
 
-The worker that takes blocks chooses the transport, for each peer. Everything but the bytes of the blocks,
-such as tickets, credit, hashes and digests, is sent in messages whatever it chooses.
+The worker that receives blocks chooses the transport for each peer. Everything except the blocks' bytes, such
+as tickets, credit, hashes and digests, is always sent in messages.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MAX_TOLD = 1024
 
 
 class OwnPool(NamedTuple):
-    """The pool that a worker offers to others, and what may forbid a transport.
+    """The pool that a worker offers to others, with properties that may exclude a transport.
 
     Attributes:
-        epoch: names this start of the worker.
-        address: where the pool lies in this process.
+        epoch: identifies the current start of the worker.
+        address: address of the pool in this process.
         device: kind of device whose memory it is.
-        is_divided: whether several processes of the worker have a part of it.
+        is_divided: whether it is divided among several processes of the worker.
         has_secret: whether others must prove the cluster secret.
         has_tls: whether workers encrypt what they send to each other.
     """
@@ -43,17 +43,17 @@ class Intake(Protocol):
     """Gets the bytes of one peer's blocks.
 
     Attributes:
-        transport: what the intake is counted as.
-        executor: where ``frames`` is read; None is the event loop's default.
+        transport: the transport's name in metrics.
+        executor: the executor that iterates over ``frames``; None means the event loop's default.
     """
 
     transport: Transport
     executor: Executor | None
 
     def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
-        """Yield the frames that messages describe, in order; read in a thread of ``executor``.
+        """Yield the frames that messages describe, in order; called in a thread of ``executor``.
 
-        ``Frame.check_copy`` must accept a copy of a payload before anything uses the copy.
+        Before a copy of a payload is used, ``Frame.check_copy`` must accept it.
 
         Raises:
             DigestMismatchError: the payload or the hash is not what was sent.
@@ -63,7 +63,7 @@ class Intake(Protocol):
 
 
 class Transports(Protocol):
-    """How one worker takes blocks from others, and others from it.
+    """How one worker gets blocks from others, and others get blocks from it.
 
     Attributes:
         offer: this worker's pool; empty if others cannot reach it.
@@ -74,14 +74,14 @@ class Transports(Protocol):
     allowed: frozenset[Transport]
 
     async def choose(self, offer: pb.SharedPool) -> Intake:
-        """Return how to take the blocks of a worker that has made this offer.
+        """Return the intake for the blocks of a worker that made this offer.
 
         Raises:
             NotSharedError: its pool cannot be reached, and no other transport is allowed.
         """
 
     def close(self) -> None:
-        """Offer the pool no longer, and let go of those of others."""
+        """Stop offering the pool, and release the pools of others."""
 
 
 Tell = Callable[[str, Transport, str], None]
@@ -96,7 +96,7 @@ class ToldOnce:
         self._told: set[tuple[str, Transport]] = set()
 
     def __call__(self, epoch: str, transport: Transport, reason: str) -> None:
-        """Report it, and why; once for each peer and transport."""
+        """Report the transport and the reason, once for each peer and transport."""
         if (epoch, transport) in self._told:
             return
         if len(self._told) == _MAX_TOLD:

@@ -1,4 +1,4 @@
-"""Takes blocks from the messages themselves."""
+"""Reads blocks from the messages themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Messages:
         return (self.frame(each, block_bytes) for each in messages)
 
     def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
-        """Return the frame with the bytes that are in the message, which have been checked."""
+        """Return the frame with the bytes in the message, whose digest has been checked."""
         frame = frames.from_proto(message)
         if len(frame.payload) != block_bytes:
             raise ProtocolError(f"block {frame.index} has {len(frame.payload)} bytes, not {block_bytes}")
@@ -39,11 +39,11 @@ class MessagesOnly:
         self.allowed = frozenset({Transport.MESSAGES})
 
     async def choose(self, offer: pb.SharedPool) -> Intake:
-        """Take blocks from messages, whatever is offered."""
+        """Return the intake from messages, whatever the offer is."""
         return MESSAGES
 
     def close(self) -> None:
-        """Do nothing: there is no pool of others."""
+        """Do nothing, since no pools are shared."""
 
 
 MESSAGES = Messages()

@@ -1,4 +1,4 @@
-"""Reads blocks out of other workers' pools by NIXL, which moves them over whatever fabric UCX finds.
+"""Reads blocks out of other workers' pools with NIXL, over the fabric that UCX finds.
 
 ::
 
@@ -7,13 +7,13 @@
     offer: metadata, address, size    ────────►    prepares one descriptor per block of that pool
     frames: index, digest, place      ────────►    READs the blocks, copies them, checks the copies
 
-A READ lands in a slab, a buffer of its own, and never in the receiver's pool; what is copied out of the slab
-is checked. **NIXL cannot cancel a READ**: it lets go of one that runs, and of its peer, without an error, and
-the bytes still come when the peer goes on. So a READ that has not ended in time keeps its slab and its peer
-until it ends, and no READ from another peer waits for it.
+A READ writes into a slab, a separate buffer, and never into the receiver's pool. Copies out of the slab are
+checked. **NIXL cannot cancel a READ.** It releases a running READ and its peer without an error, but the
+bytes still arrive when the peer continues. A READ that has not ended in time therefore keeps its slab and its
+peer until it ends. READs from other peers do not wait for it.
 
-The sender's blocks stay pinned while their push or lease lasts. A READ that outlasts it may copy a block that
-has been given to another sequence; the digest in its frame then refuses the copy.
+The sender's blocks are pinned until their push or lease ends. A READ that runs longer may copy a block that
+now belongs to another sequence. Its frame's digest then detects this.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from quire.rpc.loopback import REMEDY
 logger = logging.getLogger("quire.kvtransfer")
 
 READ_SECONDS = 10.0
-"""Time limit of one READ, with the wait for its peer and its slab."""
+"""Time limit of one READ, including the wait for its peer and its slab."""
 POLL_SECONDS = 0.0001
 PAUSE_MICROSECONDS = 100
 """Pause of NIXL's thread when there is nothing to do."""
 SLAB_BYTES = 16 << 20
-"""Memory that one READ lands in: the blocks that one message names."""
+"""Size of a slab, which has room for the blocks that one message names."""
 MAX_SLABS = 8
-"""READs at a time, with those that have not ended in time; a peer has one."""
+"""Most READs at a time, including those that exceeded their time. Each peer has one."""
 MAX_PEERS = 64
 IDLE_SECONDS = 300.0
-"""A peer that was not read for this long is forgotten when the next one is asked for."""
+"""When a new peer is added, a peer without READs for this time is forgotten."""
 MEASURED_READS = 8
 MEASURED_BYTES = 1 << 20
-"""The speed of a peer is the best of this many READs of this size or more: the first ones connect."""
+"""The speed of a peer is the best of this many READs of at least this size. The first ones also connect."""
 SLOW_GIB_PER_SECOND = 1.0
-"""Below this, UCX has probably fallen back to TCP."""
+"""At a lower speed, UCX has probably fallen back to TCP."""
 MAX_THREADS = 32
-"""Threads that wait for READs; some may be stuck, each for ``READ_SECONDS``."""
+"""Number of threads that wait for READs. Each may be stuck for ``READ_SECONDS``."""
 
 
 def open_transports(pool: OwnPool, tell: Tell) -> NixlPools:
-    """Offer this worker's pool to others by NIXL.
+    """Offer this worker's pool to others through NIXL.
 
     Raises:
         NotSharedError: NIXL is not installed, cannot start, or would let strangers reach the pool.
     """
     if pool.has_tls:
-        # UCX neither encrypts nor asks for a certificate, so it would be a way around both.
+        # UCX neither encrypts nor checks certificates, so it would bypass TLS.
         raise NotSharedError("it cannot be used with TLS between workers: use auto or messages")
     if not pool.has_secret:
-        # Who has a pool's UCX keys can read and write all of it.
+        # Anyone with a pool's UCX keys can read and write the whole pool.
         raise NotSharedError(f"it needs a cluster secret, since strangers would get the pool: {REMEDY}")
     if pool.is_divided:
         raise NotSharedError("it can be used without --tensor-parallel-size only: use auto or messages")
@@ -83,11 +83,11 @@ def open_transports(pool: OwnPool, tell: Tell) -> NixlPools:
 
 
 class NixlPools:
-    """The ``Transports`` of a worker that reads the pools of others by NIXL, and refuses all else.
+    """The ``Transports`` of a worker that reads the pools of others with NIXL, and refuses other transports.
 
     Args:
         epoch: the worker's epoch.
-        tell: is told once of each peer that it is read by NIXL.
+        tell: called once for each peer that is read with NIXL.
 
     Raises:
         NotSharedError: NIXL is not installed, or cannot start.
@@ -98,12 +98,13 @@ class NixlPools:
         self.allowed = frozenset({Transport.NIXL})
         self._tell = ToldOnce(tell)
         self._agent = NixlAgent(epoch)
-        # A READ that is stuck must not use up the threads that others copy blocks in. They end with the last
-        # reference to the executor: after a shutdown, a late READ would not be a SenderGoneError.
+        # Stuck READs must not use up the threads in which other transfers copy blocks. There is no shutdown,
+        # after which a late READ would not be a SenderGoneError: the threads end with the last reference to
+        # the executor.
         self._executor = ThreadPoolExecutor(MAX_THREADS, "nixl")
 
     def share(self, address: int, num_bytes: int) -> None:
-        """Offer this worker's pool, which lies at an address of this process."""
+        """Offer this worker's pool, which is at an address of this process."""
         self.offer = self._agent.offer(address, num_bytes)
 
     async def choose(self, offer: pb.SharedPool) -> Intake:
@@ -114,17 +115,17 @@ class NixlPools:
         return NixlPool(self._agent, offer, self._executor)
 
     def close(self) -> None:
-        """End all READs, and offer the pool no longer."""
+        """End all READs, and stop offering the pool."""
         self._agent.close()
 
 
 @dataclass(eq=False, slots=True)
 class _Slab:
-    """A buffer that READs land in.
+    """A buffer into which READs write.
 
     Attributes:
         rows: [blocks, bytes of a block].
-        registered: what NIXL calls the memory.
+        registered: NIXL's handle of the memory.
         blocks: descriptors of the rows.
     """
 
@@ -139,7 +140,7 @@ class _Read:
 
     Attributes:
         handle: None until it is prepared.
-        is_left: whether nobody waits for it any more.
+        is_left: whether its caller has stopped waiting for it.
         has_failed: whether NIXL has ended it with an error.
     """
 
@@ -149,7 +150,7 @@ class _Read:
     has_failed: bool = False
 
     def release(self) -> bool:
-        """Let go of the handle; return whether NIXL agrees."""
+        """Release the handle; return whether NIXL accepts that."""
         if not _release(self.handle):
             return False
         self.handle = None
@@ -162,8 +163,8 @@ class _Peer:
 
     Attributes:
         blocks: descriptors of its blocks.
-        read: the READ that it has not answered.
-        rates: GiB/s of the READs that count.
+        read: the READ that it has not finished.
+        rates: GiB/s of its READs that are large enough.
         used: when its last READ began.
     """
 
@@ -175,7 +176,7 @@ class _Peer:
 
 
 class NixlPool:
-    """The pool of a worker that READs reach; an ``Intake``."""
+    """The ``Intake`` of a peer whose pool READs can reach."""
 
     transport = Transport.NIXL
 
@@ -201,10 +202,10 @@ class NixlPool:
 
 
 class NixlAgent:
-    """One worker's end of NIXL. All methods may wait, so they are called in threads; ``close`` waits briefly.
+    """One worker's NIXL agent. All methods may wait, so threads call them; ``close`` waits only briefly.
 
     Args:
-        epoch: the worker's epoch, which is the agent's name: a restarted worker is another agent.
+        epoch: the worker's epoch, used as the agent's name: a restarted worker is another agent.
 
     Raises:
         NotSharedError: NIXL is not installed, or cannot start.
@@ -212,7 +213,7 @@ class NixlAgent:
 
     def __init__(self, epoch: str) -> None:
         try:
-            # Imported so, since the bindings have no annotations.
+            # This way of importing is needed because the bindings have no annotations.
             api, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
         except ImportError as error:
             raise NotSharedError(
@@ -222,19 +223,19 @@ class NixlAgent:
         self._epoch = epoch
         try:
             self._agent: Any = api.nixl_agent(epoch, api.nixl_agent_config(backends=[]))
-            # The wrapper has no setting for the pause of the thread that answers others; without one, it
-            # keeps a processor busy for as long as the worker runs.
+            # The wrapper has no setting for the pause of the thread that answers other agents. Without a
+            # pause, this thread keeps a processor busy for as long as the worker runs.
             config = bindings.nixlAgentConfig()
             config.useProgThread = True
             config.pthrDelay = PAUSE_MICROSECONDS
             config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value
             self._agent.agent = bindings.nixlAgent(epoch, config)
-            # With "peer", a peer that dies is an error and not a hang.
+            # With "peer", the death of a peer is an error instead of a hang.
             settings = self._agent.get_plugin_params("UCX") | {"ucx_error_handling_mode": "peer"}
             self._agent.create_backend("UCX", settings)
         except Exception as error:  # the bindings' errors have no common class
             raise NotSharedError(f"NIXL cannot start: {error!r}") from error
-        # Holds off other threads, since the agent is for one at a time, and tells of slabs that come back.
+        # Only one thread may use the agent at a time. Waiting threads are notified when a slab is free.
         self._changed = threading.Condition()
         self._pool: Any = None
         self._peers: dict[str, _Peer] = {}
@@ -245,10 +246,10 @@ class NixlAgent:
         self._is_closed = False
 
     def offer(self, address: int, num_bytes: int) -> pb.SharedPool:
-        """Register this worker's pool, so that others may read it, and return what they need to know."""
+        """Register this worker's pool, so that others may read it; return the metadata that they need."""
         with self._changed:
             self._pool = self._agent.register_memory([(address, num_bytes, 0, "kv")], "DRAM")
-            # Slabs are registered later, so that their keys are in no offer.
+            # Slabs are registered later, so the offer does not contain their keys.
             metadata = self._agent.get_agent_metadata()
         return pb.SharedPool(epoch=self._epoch, keys=metadata, address=address, num_bytes=num_bytes)
 
@@ -259,7 +260,7 @@ class NixlAgent:
 
     @property
     def num_free_slabs(self) -> int:
-        """Slabs that READs may take, with those that are not allocated yet."""
+        """Number of slabs for further READs, including slabs that are not allocated yet."""
         with self._changed:
             self._settle()
             return MAX_SLABS - len(self._slabs) + len(self._free)
@@ -295,7 +296,7 @@ class NixlAgent:
         return payloads
 
     def close(self) -> None:
-        """Give back all threads and memory. READs fail, and those that have not ended write nothing more."""
+        """Release all threads and memory. READs fail, and those that have not ended write nothing more."""
         with self._changed:
             if self._is_closed:
                 return
@@ -313,13 +314,13 @@ class NixlAgent:
                 slab.blocks = None
                 self._deregister(slab.registered)
             self._deregister(self._pool)
-            # READs have ended for good when the last reference to the agent goes, and every handle is one.
-            # Only then may slabs go.
+            # READs have surely ended when the last reference to the agent is gone, and every handle has one.
+            # Slabs may be freed only then.
             self._agent = None
             self._slabs, self._free = [], []
 
     def _begin(self, offer: pb.SharedPool, block_bytes: int, deadline: float) -> tuple[_Peer, _Read]:
-        """Wait for the peer and a slab, and take both."""
+        """Wait for the peer and a slab, and reserve both."""
         with self._changed:
             while True:
                 if self._is_closed:
@@ -360,7 +361,7 @@ class NixlAgent:
             self._changed.notify_all()
 
     def _measure(self, peer: _Peer, rate: float) -> None:
-        """Log the speed of a peer once it is known, since UCX falls back to TCP in silence."""
+        """Log the speed of a peer once it is known, since UCX falls back to TCP silently."""
         with self._changed:
             peer.rates.append(rate)
             if len(peer.rates) != MEASURED_READS:
@@ -371,7 +372,7 @@ class NixlAgent:
         logger.log(level, "nixl_speed", extra={"fields": speed})
 
     def _settle(self) -> None:
-        """Take back the slabs of READs that nobody waits for and that have ended; forget failed peers."""
+        """Free the slabs of abandoned READs that have ended; forget failed peers."""
         for peer in list(self._peers.values()):
             read = peer.read
             if read is None or not read.is_left or not self._has_ended(read):
@@ -427,7 +428,7 @@ class NixlAgent:
         del self._peers[peer.epoch]
         _release(peer.blocks)
         peer.blocks = None
-        with suppress(Exception):  # NIXL has forgotten it by itself
+        with suppress(Exception):  # NIXL has already forgotten it
             self._agent.remove_remote_agent(peer.epoch)
 
     def _take_slab(self) -> _Slab | None:
@@ -455,12 +456,12 @@ class NixlAgent:
 
 
 def blocks_per_read(block_bytes: int) -> int:
-    """Return how many blocks one READ may bring; at least 1."""
+    """Return the most blocks of one READ; at least 1."""
     return max(1, SLAB_BYTES // block_bytes)
 
 
 def _release(handle: Any) -> bool:
-    """Release what NIXL calls something by; return whether it could be."""
+    """Release one of NIXL's handles; return whether that worked."""
     try:
         if handle is not None:
             handle.release()

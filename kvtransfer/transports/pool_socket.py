@@ -8,7 +8,7 @@
     sends its epoch and the descriptor    ────────► checks user id, epoch, seals and size; maps it read-only
     keeps the connection open             ◄───────► keeps the connection open
 
-The connection is the sign of life: the kernel closes it when either process ends.
+The connection shows that both processes live: the kernel closes it when either one ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ logger = logging.getLogger("quire.kvtransfer")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 FETCH_SECONDS = 2.0
-"""Time limit for the answer of a process that holds a pool."""
+"""Time limit for the answer of the process that owns a pool."""
 ACCEPT_AGAIN_SECONDS = 1.0
-"""Pause after a connection that could not be accepted for lack of descriptors or memory."""
+"""Pause after a connection could not be accepted for lack of descriptors or memory."""
 OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _EPOCH = re.compile(r"[0-9A-Za-z-]{1,64}")
 _MAX_EPOCH_BYTES = 64
@@ -43,7 +43,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 def boot_id() -> str:
-    """Return what names this start of the host's kernel; empty where the system has no such name."""
+    """Return the kernel's boot id; empty if the system has none."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -56,10 +56,10 @@ def default_directory() -> Path:
 
 
 def open_directory(path: Path) -> Path:
-    """Create a directory that only this user may enter, or check that it is one.
+    """Create a directory that only this user may enter, or check that an existing one is like this.
 
     Raises:
-        OSError: it cannot be created, is another user's, or others may enter it.
+        OSError: it cannot be created, belongs to another user, or others may enter it.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
@@ -83,7 +83,7 @@ class PoolSocket:
         self._resume()
 
     def close(self) -> None:
-        """End all connections, so that the others unmap the pool, and remove the socket."""
+        """End all connections, after which the others unmap the pool, and remove the socket."""
         if self._pause is not None:
             self._pause.cancel()
         asyncio.get_running_loop().remove_reader(self._listener)
@@ -100,7 +100,8 @@ class PoolSocket:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            # The connection stays in the queue, and the socket readable: without a pause the loop would spin.
+            # The connection remains in the queue, and the socket readable. Without a pause the loop would
+            # spin.
             if error.errno in OUT_OF_RESOURCES:
                 logger.warning("pool_socket_pauses", extra={"fields": {"error": str(error)}})
                 loop.remove_reader(self._listener)
@@ -127,11 +128,12 @@ class PoolSocket:
 async def fetch_pool(directory: Path, epoch: str) -> tuple[mmap.mmap, socket.socket]:
     """Map the pool of the worker with this epoch, read-only; return it and the open connection.
 
-    It may wait for ``FETCH_SECONDS``, but not in a thread: processes that do not answer must not use up the
-    threads that copy blocks.
+    This may wait for ``FETCH_SECONDS``. It does not wait in a thread, since processes that do not answer must
+    not use up the threads that copy blocks.
 
     Raises:
-        NotSharedError: the worker is not reachable, is another user's, or its memory is not as it should be.
+        NotSharedError: the worker is not reachable or runs as another user, or its memory is not a sealed
+            pool of this size.
     """
     with ExitStack() as undo:
         try:
@@ -173,7 +175,7 @@ def _map(descriptor: int, actual_epoch: str, epoch: str) -> mmap.mmap:
     try:
         if actual_epoch != epoch:
             raise NotSharedError("its socket is that of another start of the worker")
-        # Without this seal the memory could shrink, and reading it would end this process by SIGBUS.
+        # Without this seal the memory could shrink, and reading it would end this process with SIGBUS.
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise NotSharedError("its pool may shrink")
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ)
@@ -194,7 +196,7 @@ def socket_path(directory: Path, epoch: str) -> Path:
     """Return the path of a worker's socket.
 
     Raises:
-        NotSharedError: the epoch, which another process may have sent, is no name of a file.
+        NotSharedError: the epoch, which another process may have sent, is not a file name.
     """
     if not _EPOCH.fullmatch(epoch):
         raise NotSharedError("its epoch is not made of letters, digits and hyphens")

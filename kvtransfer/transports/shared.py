@@ -1,7 +1,7 @@
-"""Copies blocks out of the pools of other workers of this host, which it maps.
+"""Maps the pools of other workers on this host, and copies blocks out of them.
 
-A worker maps the pool of a peer if both run on one host as one user and it reaches the peer's socket;
-otherwise the peer sends its blocks in messages.
+A worker maps the pool of a peer if both run on the same host as the same user, and the peer's socket is
+reachable. Otherwise the peer sends its blocks in messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 
 FAILED_SECONDS = 5.0
-"""How long a pool that could not be mapped is not asked for again."""
+"""Seconds before a worker tries again to map a pool that could not be mapped."""
 
 
 class PeerPool:
@@ -51,16 +51,16 @@ class PeerPool:
         return Frame(message.index, message.block_hash, payload, message.digest, message.block_id)
 
     def close(self) -> None:
-        """Unmap the pool, at the latest when the copies end that are being made."""
+        """Unmap the pool, at the latest when running copies have ended."""
         self._bytes = None
         self.connection.close()
 
 
 class SharedPools:
-    """The ``Transports`` of a worker that shares pools with others of its host.
+    """The ``Transports`` of a worker that shares pools with others on its host.
 
     Args:
-        directory: where the sockets of the workers are that share pools.
+        directory: directory of the sockets of workers that share pools.
         tell: called once for each peer, with the transport that is used.
         is_required: whether blocks that cannot be shared are refused; otherwise they are sent in messages.
     """
@@ -80,7 +80,7 @@ class SharedPools:
         self._socket: PoolSocket | None = None
         self._pools: dict[str, PeerPool] = {}
         self._fetches: dict[str, asyncio.Task[PeerPool | str]] = {}
-        """For each epoch whose pool is not mapped: the fetch that runs, or that failed a short while ago."""
+        """For each epoch whose pool is not mapped: the fetch that is running, or that failed recently."""
 
     def share(self, epoch: str, descriptor: int) -> None:
         """Offer this worker's pool to others.
@@ -117,14 +117,14 @@ class SharedPools:
             return pool
         if (fetch := self._fetches.get(offer.epoch)) is None:
             fetch = self._fetches[offer.epoch] = asyncio.create_task(self._fetch(offer.epoch))
-        # All callers wait for one fetch, which goes on if one of them is cancelled.
+        # All callers wait for the same fetch, which continues if one of them is cancelled.
         await asyncio.wait([fetch])
         if isinstance(outcome := fetch.result(), str):
             raise NotSharedError(outcome)
         return outcome
 
     async def _fetch(self, epoch: str) -> PeerPool | str:
-        """Map a pool; return the problem if it cannot be mapped, which is remembered for a short while."""
+        """Map a pool. If it cannot be mapped, return the problem, and remember it for a short time."""
         loop, seconds = asyncio.get_running_loop(), 0.0
         try:
             pool = self._pools[epoch] = PeerPool(*await fetch_pool(self._directory, epoch))
@@ -144,7 +144,7 @@ class SharedPools:
         pool.close()
 
     def close(self) -> None:
-        """Stop sharing the pool, and unmap those of others."""
+        """Stop sharing the pool, and unmap the pools of others."""
         if self._socket is not None:
             self._socket.close()
         for fetch in self._fetches.values():

@@ -17,7 +17,7 @@ class Transport(StrEnum):
 
     @property
     def on_wire(self) -> pb.Transport:
-        """The transport as messages name it."""
+        """The transport's value in messages."""
         value: pb.Transport = getattr(pb, f"TRANSPORT_{self.name}")
         return value
 
