@@ -29,7 +29,8 @@ def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] |
     end_on_signals()
     _limit_processors(config)
     raise_open_file_limit()
-    # Imported objects are never freed, and the garbage collector would visit them six times meanwhile.
+    # Imported objects are never freed, but the garbage collector would visit them six times during the
+    # imports.
     gc.disable()
     from quire.services.worker.main import serve
 
@@ -39,12 +40,12 @@ def run_worker(config: WorkerConfig, on_ready: Callable[[RunningWorker], None] |
         asyncio.run(serve(config, _services, on_ready))
     finally:
         if any(thread.name == "engine" for thread in threading.enumerate()):
-            # A device that hangs would block the interpreter's end too.
+            # A device that hangs would also block the interpreter's exit.
             os._exit(1)
 
 
 async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
-    """Return a worker's services; both roles have both, so that a decode worker can prefill."""
+    """Return a worker's services. Both roles have prefill and decode, so a decode worker can prefill."""
     from quire.kvtransfer.push_receiver import KvTransferServicer
     from quire.protos import kvtransfer_pb2_grpc, worker_pb2_grpc
     from quire.services.decode.calls import DecodeCalls
@@ -71,7 +72,7 @@ async def _services(config: WorkerConfig, parts: WorkerParts) -> list[Service]:
 def _limit_processors(config: WorkerConfig) -> None:
     """Bind the worker to its processors; call this before torch starts its threads.
 
-    Workers that share processors spin in each other's way: a step of 2 ms has been seen to take 150 ms.
+    If workers share processors, their spinning threads slow each other down: a step of 2 ms took 150 ms.
     """
     if config.cpus is not None:
         os.sched_setaffinity(0, config.cpus)

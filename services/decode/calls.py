@@ -25,7 +25,7 @@ class DecodeCalls:
     async def decode(
         self, request: worker_pb2.DecodeRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.DecodeResponse, None]:
-        """Generate from a prompt whose blocks are pushed here, or computed here.
+        """Generate from a prompt whose blocks are pushed to this worker, or computed here.
 
         Raises:
             Aborted: the stream that the request names is not open.
@@ -37,7 +37,7 @@ class DecodeCalls:
                 yield accepted
                 await stream.add(channel, sequence.params.num_sequences, updates).ended()
             return
-        # The prompt's logits are the prefill worker's; asking for them here would refuse cached blocks.
+        # The prefill worker has the prompt's logits. A request for them here would refuse cached blocks.
         request.sequence.ClearField("prompt_logprobs")
         sequence = await parts.reader.read(request.sequence, stops_after_prefill=False)
         with parts.requests.run("decode", request.sequence, sequence, context, computes_prompt=False) as (
@@ -70,7 +70,7 @@ class DecodeCalls:
         )
 
     async def _prefetch(self, sequence: Sequence) -> None:
-        """Return when what the disk has of the prompt is in host memory, as far as there is room."""
+        """Wait until the prompt's blocks on disk are in host memory, as far as there is room."""
 
         def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
             engine.prefetch(engine.tables.prefix_hashes(sequence), lambda: done(None))
@@ -79,7 +79,7 @@ class DecodeCalls:
 
 
 def _account_begin(sequence: Sequence, phases: RequestPhases) -> None:
-    """Observe the first tokens of a prompt that was computed elsewhere, unless they ended it."""
+    """Observe the first tokens of a prompt that another worker computed, unless they ended the request."""
     if sequence.started_at:
         phases.record(Phase.DECODE_QUEUE, sequence.queued_at, sequence.started_at)
         phases.record(Phase.FIRST_DECODE_STEP, sequence.started_at, perf_counter())

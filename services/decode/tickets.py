@@ -1,4 +1,4 @@
-"""Issues tickets, which promise blocks for a prompt; writes what is pushed and admits the sequence."""
+"""Issues tickets, which promise blocks for a prompt; writes pushed blocks, and admits the sequence."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from quire.services.worker.requests.updates import Updates
 
 @dataclass(eq=False, slots=True)
 class Promise:
-    """A ticket's counterpart: the sequence that waits for blocks, and where to report its fate.
+    """The sequence that waits for the blocks of a ticket, and the functions that report its end.
 
     Attributes:
-        writing: held while a block is written, which a thread does, and while the promise is closed.
+        writing: held while a thread writes a block, and while the promise is being closed.
     """
 
     ticket_id: str
@@ -62,8 +62,8 @@ class Promise:
 class Tickets:
     """The promises of one worker to receive blocks; the ``BlockSink`` of pushes.
 
-    Threads write the blocks. Closing a promise waits for the block that is being written: after ``close`` no
-    byte reaches the sequence's blocks, and the engine may give them to others.
+    Threads write the blocks. ``close`` waits for the block that is being written. After it no byte reaches
+    the sequence's blocks, so the engine may give them to other sequences.
     """
 
     def __init__(self, engine: EngineThread, memory: KvMemory, layout: KvLayout, epoch: str) -> None:
@@ -81,7 +81,7 @@ class Tickets:
         return promise
 
     def close(self, promise: Promise) -> None:
-        """Withdraw the promise; a push that is using it writes no more."""
+        """Withdraw the promise; a push that is using it writes no more blocks."""
         with promise.writing:
             promise.is_closed = True
         self._promises.pop(promise.ticket_id, None)
@@ -144,7 +144,7 @@ class PromisedBlocks:
         frame.check_copy(copied)
 
     async def commit(self, first_token_id: int | None) -> None:
-        """Let the engine decode from the first token on; without one, the engine samples it too."""
+        """Let the engine decode after the first token; without one, the engine samples that token too."""
         self._promise.require_open()
         loop, updates = asyncio.get_running_loop(), self._promise.updates
         attempt_id = self._promise.sequence.attempt_id
@@ -152,7 +152,7 @@ class PromisedBlocks:
         def admit(engine: Engine) -> None:
             update = engine.transfers.admit(attempt_id, first_token_id)
             if update.status.is_finished:
-                # Here, since the sender may have cancelled the commit while it ran.
+                # This is done here, since the sender may have cancelled the commit while it ran.
                 loop.call_soon_threadsafe(updates.put, update)
 
         self._admission = self._engine.post(admit)
@@ -165,7 +165,8 @@ class PromisedBlocks:
 
     @property
     def _is_committed(self) -> bool:
-        """Whether the engine has admitted the sequence, or is about to: a cancelled commit may not be."""
+        """Whether the engine has admitted the sequence or is about to; False if the admission was cancelled.
+        """
         admission = self._admission
         if admission is None or admission.cancelled():
             return False

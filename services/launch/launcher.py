@@ -23,14 +23,14 @@ class LaunchError(RuntimeError):
 
 
 class Started(NamedTuple):
-    """A process serves, for the first time or again; a worker's ``report`` is a ``RunningWorker``."""
+    """A process serves, perhaps after a restart. A worker's ``report`` is a ``RunningWorker``."""
 
     name: str
     report: Any
 
 
 class NotStarted(NamedTuple):
-    """A process ended before it served, or could not be placed; unless it is stopped, it is started again."""
+    """A process ended before it served, or could not be placed. It is started again unless it was stopped."""
 
     name: str
     error: Exception
@@ -62,7 +62,7 @@ class Launcher(Protocol):
         ...
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
-        """Begin to start workers, given by name; each causes an event later."""
+        """Begin to start workers, given by name. Each causes an event later."""
         ...
 
     def stop(self, name: str) -> None:
@@ -79,12 +79,12 @@ class Launcher(Protocol):
         ...
 
     def events(self) -> list[Event]:
-        """Do the work that is due, and return the events since the last call, without waiting."""
+        """Without waiting, do the work that is due, and return the events since the last call."""
         ...
 
 
 class Mailbox(Generic[T]):
-    """Passes objects from other threads to the thread that waits until ``waitable`` is ready."""
+    """Passes objects from other threads to the thread that waits for ``waitable``."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[T] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Starts and ends workers of a launcher until as many of each role run as ``quire admin scale`` asked for."""
+"""Starts and ends a launcher's workers until each role has the number that ``quire admin scale`` asks for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST = {"prefill": 0, "decode": 1}
 MOST = 256
 """Most workers of a role, so that a typing error does not start millions."""
 MAX_CALLS = 16
-"""Most calls that wait at the same time; further ones are refused."""
+"""Most calls that wait at the same time; further calls are refused."""
 
 
 class ScaleCall(NamedTuple):
@@ -45,7 +45,7 @@ class ScaleCall(NamedTuple):
 
 
 class ScaleServer(pb_grpc.AdminServiceServicer):
-    """Serves ``ScaleWorkers`` to the routers of this stack, on the loopback, until the context ends.
+    """Serves ``ScaleWorkers`` to this stack's routers, on a loopback address, until the context ends.
 
     Routers are started with the address, so the server runs before the context begins; until then it refuses
     calls, since the stack is still starting.
@@ -113,7 +113,7 @@ def scale(
         num_workers: requested number of workers by role; other roles do not change.
 
     Raises:
-        LaunchError: a number is not possible, or a worker did not start and has been stopped.
+        LaunchError: a number is not possible, or a worker did not start and was stopped.
     """
     for role, number in num_workers.items():
         if role not in LEAST or not LEAST[role] <= number <= MOST:

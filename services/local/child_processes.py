@@ -1,8 +1,8 @@
 """Starts processes that end with this one, stops them in order, and starts them again.
 
-A process is started from scratch, or forked from multiprocessing's fork server, which has imported the large
-libraries that several processes need. The modules of the fork server must not start threads or import gRPC,
-which does not survive a fork. OpenBLAS may have threads, because it ends them before a fork.
+A process is started from scratch, or forked from multiprocessing's fork server, which has already imported
+the large libraries that several processes need. Modules of the fork server must not start threads or import
+gRPC, since neither survives a fork. OpenBLAS may have threads, because it ends them before a fork.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Child(NamedTuple):
 def fork_server(modules: Sequence[str]) -> Context:
     """Start the fork server, which imports ``modules``, and return the context of processes forked from it.
 
-    Processes start from scratch where libraries may not survive a fork: on systems other than Linux, and
-    where there is a GPU's driver, which torch calls.
+    Where libraries may not survive a fork, processes start from scratch instead: on systems other than Linux,
+    and if there is a GPU driver, which torch calls.
     """
     if sys.platform != "linux" or _has_gpu_driver():
         return FROM_SCRATCH
@@ -71,7 +71,7 @@ def fork_server(modules: Sequence[str]) -> Context:
 
 
 def wait_for_imports(context: Context) -> None:
-    """Return when the fork server has imported its modules; a signal may interrupt this, unlike a start."""
+    """Wait until the fork server has imported its modules. A signal may interrupt this, but not a start."""
     if context is not FROM_SCRATCH:
         process = context.Process(target=_do_nothing)
         process.start()
@@ -116,7 +116,7 @@ def stopped_at_end(stop_seconds: float, show: Callable[[Draining], None]) -> Ite
 
 
 def _await_end(child: Child, deadline: float, show: Callable[[Draining], None]) -> None:
-    """Return when a process has ended or the deadline has passed; show its reports meanwhile."""
+    """Wait until a process has ended or the deadline has passed; show its reports meanwhile."""
     ends: list[Connection | int] = [child.pipe, child.process.sentinel]
     while child.process.sentinel not in (ready := wait(ends, max(0.0, deadline - time.monotonic()))):
         if not ready:
@@ -146,7 +146,7 @@ def start_child(name: str, target: Target, argument: object, context: Context = 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the stop signals while a process starts, or for good in threads that are started meanwhile.
+    """Block the stop signals while a process starts; threads that start meanwhile block them permanently.
 
     A signal then arrives only after the process has started and been recorded, and Ctrl-C only after the
     process has its own group.
@@ -161,7 +161,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def _child_main(target: Callable[..., None], argument: object, pipe: Connection) -> None:
-    # Objects that the fork server has imported are never freed, so the garbage collector need not visit them.
+    # Imported objects of the fork server are never freed, so the garbage collector need not visit them.
     gc.freeze()
     # Ctrl-C reaches all processes in the terminal's group, but the stack has to end its processes in order.
     os.setsid()
@@ -180,9 +180,9 @@ def _child_main(target: Callable[..., None], argument: object, pipe: Connection)
 
 
 def _end_with_parent() -> None:
-    """Send SIGTERM to this process when the process that asked for its start has ended for any reason.
+    """Send SIGTERM to this process when the process that requested it has ended, for any reason.
 
-    Linux's own signal does not help: it is sent when the fork server ends, which waits for its processes.
+    Linux's parent death signal does not help: the parent is the fork server, which ends after its processes.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -195,14 +195,14 @@ def _end_with_parent() -> None:
 
 
 def _report(pipe: Connection, report: object) -> None:
-    # If the parent has died, the report is lost, and SIGTERM ends this process.
+    # If the parent has ended, the report is lost, and SIGTERM ends this process.
     with suppress(OSError):
         pipe.send(report)
 
 
 def end_of(process: BaseProcess) -> str:
     """Return a description of how a process ended."""
-    # The process's sentinel, a pipe, closes shortly before its exit status is available.
+    # The sentinel, a pipe, closes shortly before the process's exit status is available.
     process.join()
     code = process.exitcode
     assert code is not None
@@ -212,7 +212,7 @@ def end_of(process: BaseProcess) -> str:
 
 
 class ChildProcesses:
-    """Processes of one kind; one that ends is started again after ``RESTART_SECONDS``, unless it was stopped.
+    """Processes of one kind. If one ends without a stop, it is started again after ``RESTART_SECONDS``.
 
     Args:
         running: the dictionary from ``stopped_at_end``, to which the processes are added.
@@ -313,7 +313,7 @@ class ChildProcesses:
 
 
 def stop_on_signals() -> list[int]:
-    """Let the first SIGINT or SIGTERM raise KeyboardInterrupt, and the next kill all child processes.
+    """Make the first SIGINT or SIGTERM raise KeyboardInterrupt, and the next one kill all child processes.
 
     SIGINT is handled even if it was ignored before, as in the background of a script. Returns a list to which
     the numbers of received signals are added.

@@ -17,10 +17,10 @@ class LocalStackConfig:
 
     Attributes:
         redis_url: URL of an existing Redis; None: start a private one.
-        router: settings of the router; Redis and secret are filled in. The workers' metrics ports follow its
-            own.
+        router: settings of the router; Redis and secret are filled in. The workers' metrics ports follow the
+            router's.
         worker: settings of all workers; role, name, Redis, secret, processors and ports are filled in.
-        log_level: least severity of the events that all processes log.
+        log_level: lowest severity of the events that processes log.
 
     Raises:
         ValueError: a setting is out of range.

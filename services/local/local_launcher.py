@@ -31,7 +31,7 @@ WORKER_MODULES = (
     "quire.kvindex.redis_index",
     "quire.tokenization.tokenizer",
 )
-"""Modules that import torch, transformers and Numba, which takes seconds, but not gRPC."""
+"""Modules that import torch, transformers and Numba, which takes seconds, and that do not import gRPC."""
 
 
 class LocalLauncher(Launcher):
@@ -39,7 +39,7 @@ class LocalLauncher(Launcher):
 
     Args:
         running: the dictionary to which the processes are added.
-        from_image: makes processes in which the workers' libraries are already imported.
+        from_image: starts processes in which the workers' libraries are already imported.
         folder: contains the workers' shared memory, unless their configuration names another folder.
     """
 
@@ -90,9 +90,10 @@ class LocalLauncher(Launcher):
 def share_of_processors(
     available: list[int], taken: list[tuple[int, ...]], num_workers: int
 ) -> tuple[int, ...]:
-    """Return the processors for the next of ``num_workers`` workers: those that the fewest other workers use.
+    """Return the processors for the next of ``num_workers`` workers: those with the fewest other workers.
 
-    The first ``len(available) % num_workers`` workers get one processor more, and each gets at least one.
+    The first ``len(available) % num_workers`` workers get one more processor, and each worker gets at least
+    one.
     """
     users = Counter(cpu for cpus in taken for cpu in cpus)
     share, rest = divmod(len(available), num_workers)

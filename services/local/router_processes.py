@@ -24,7 +24,7 @@ from quire.services.server.log import configure_logging
 
 
 def run_router_processes(config: RouterConfig) -> None:
-    """Serve with several router processes until SIGTERM or Ctrl-C; one that ends is started again.
+    """Serve with several router processes until SIGTERM or Ctrl-C; restart each process that ends.
 
     Raises:
         OSError: a port is taken.
@@ -81,7 +81,7 @@ def _port(address: str) -> int:
 def shared_ports(config: RouterConfig) -> Iterator[RouterConfig]:
     """Reserve the public ports for several processes until the context ends; yield a configuration with them.
 
-    Only processes of the same user that share a port on purpose can bind it meanwhile.
+    Meanwhile only processes of the same user that ask to share the port can bind it.
 
     Raises:
         OSError: a port is taken.
@@ -99,11 +99,11 @@ def shared_ports(config: RouterConfig) -> Iterator[RouterConfig]:
 
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
-    """Reserve a port that others may share; a socket that does not listen gets no connection."""
+    """Reserve a port that others may share. The socket gets no connection, since it does not listen."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            # Without SO_REUSEPORT this fails if another service shares its port with anyone.
+            # Without SO_REUSEPORT, this fails even if another service shares its port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
         reserved = socket.socket(family, kind)
@@ -130,8 +130,8 @@ def _watch(routers: ChildProcesses) -> None:
 
     Raises:
         ServiceError: a process could not start, and no process has served before.
-        BadFileError: the same, because of a file.
-        RuntimeError: the same, for another reason.
+        BadFileError: the same, and a file is the reason.
+        RuntimeError: the same, and the reason is another one.
     """
     has_served = False
     while True:

@@ -53,7 +53,7 @@ DRAIN_SECONDS = 5.0
 REDIS_SECONDS = 2.0
 
 OpenLauncher = Callable[[LocalStackConfig, Callable[[Draining], None]], AbstractContextManager[Launcher]]
-"""Makes the launcher of a stack, whose workers end with the context."""
+"""Function that opens the launcher of a stack. Its workers end with the context."""
 
 
 @dataclass
@@ -63,8 +63,8 @@ class RunningStack:
     Attributes:
         make_worker: returns the configuration of a worker by its name.
         caller: signs calls to the workers.
-        ready: what each worker reported when it last started.
-        addresses: where each router process is reached.
+        ready: what each worker reported at its latest start.
+        addresses: the addresses of each router process.
     """
 
     config: LocalStackConfig
@@ -105,7 +105,7 @@ class RunningStack:
         return self.addresses[min(self.addresses)]
 
     def peer(self, name: str, channel: grpc.aio.Channel) -> Peer:
-        """Return a peer for a worker's stubs, which signs the calls over ``channel``."""
+        """Return a peer, which signs calls over ``channel``, for the stubs of a worker."""
         worker = self.ready[name]
         return Peer(channel, self.caller, worker.address, worker.epoch)
 
@@ -150,7 +150,7 @@ def run(
     console = Console(stderr=True)
     received = stop_on_signals()
     try:
-        with signals_held_back():  # for good in the server's threads, which inherit it
+        with signals_held_back():  # the server's threads inherit this and keep the signals blocked
             scaling = ScaleServer()
         config = replace(config, router=replace(config.router, launcher_address=scaling.address))
         with local_stack(config, console, open_launcher) as stack:
@@ -172,7 +172,7 @@ def local_stack(
     console: Console | None = None,
     open_launcher: OpenLauncher = local_launcher,
 ) -> Iterator[RunningStack]:
-    """Start all processes, yield when the router answers, and stop them in the order router, workers, Redis.
+    """Start all processes; yield when the router answers; stop them in the order router, workers, Redis.
 
     Raises:
         LaunchError: a process ended before it was ready.
@@ -238,7 +238,7 @@ class WorkerConfigs:
             cluster_secret=self._secret,
             metrics_port=self._metrics_ports.get(name, 0),
             disk_cache=worker.disk_cache and worker.disk_cache.of(name),
-            # A router drains a worker before it is stopped, or ends together with it.
+            # When a worker is stopped, a router has drained it before, or ends at the same time.
             notice_seconds=0.0,
             log_level=config.log_level,
         )
@@ -252,7 +252,7 @@ def worker_configs(config: LocalStackConfig, make: Callable[[str], WorkerConfig]
 
 
 def _wait_until_started(stack: RunningStack, progress: Progress) -> None:
-    """Return when every router and worker serves.
+    """Wait until every router and worker serves.
 
     Raises:
         LaunchError: one could not start.
@@ -288,7 +288,7 @@ def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
 
 
 def _follow(stack: RunningStack, scaling: ScaleServer) -> None:
-    """Restart processes that end, and scale for operators, until a signal interrupts this."""
+    """Restart processes that end, and scale when operators ask for it, until a signal arrives."""
     scale_stack = partial(scale, stack.launcher, stack.make_worker, partial(_drain, stack), stack.wait)
     with scaling:
         while True:
@@ -298,7 +298,7 @@ def _follow(stack: RunningStack, scaling: ScaleServer) -> None:
 
 
 def _drain(stack: RunningStack, name: str) -> None:
-    """Make the routers choose other workers and move this one's answers, unless it has ended already."""
+    """Make the routers avoid a worker and move its answers, unless it has ended already."""
     with grpc.insecure_channel(stack.admin_address) as channel, suppress(grpc.RpcError):
         AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(worker_id=name), timeout=DRAIN_SECONDS)
 
@@ -319,7 +319,7 @@ def _progress(console: Console | None) -> Progress:
 
 
 def _warn_of_redis(url: str, console: Console) -> None:
-    """Print that the stack waits for an operator's Redis if that does not answer."""
+    """If an operator's Redis does not answer, print that the stack waits for it."""
     try:
         with Redis.from_url(
             url, socket_connect_timeout=REDIS_SECONDS, socket_timeout=REDIS_SECONDS

@@ -40,7 +40,7 @@ class PrefillCalls:
     async def prefill(
         self, request: worker_pb2.PrefillRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.PrefillResponse, None]:
-        """Compute a prompt, push its blocks, sample its first token if it is one sequence's."""
+        """Compute a prompt, push its blocks, and sample the first token if there is only one sequence."""
         parts = self._parts
         sequence = await parts.reader.read(request.sequence, stops_after_prefill=True)
         if request.HasField("embedding_dimensions"):
@@ -49,7 +49,7 @@ class PrefillCalls:
             sequence = without_last_token(sequence)
         with parts.requests.run("prefill", request.sequence, sequence, context) as (updates, phases):
             pulled = await pull_prefix(parts, request, sequence, phases)
-            # Once the sequence is added, the engine may append the first token at any moment.
+            # After the sequence was added, the engine may append the first token at any moment.
             num_blocks = -(-sequence.num_tokens // parts.memory.shape.block_size)
             await add_sequence(parts, sequence)
             if not request.HasField("ticket"):
@@ -105,13 +105,13 @@ class PrefillCalls:
             sequence_id=request.sequence.sequence_id,
             attempt=request.sequence.attempt,
             blocks=PromptBlocks(identity.layout, num_blocks),
-            # Without a deadline, the push ends at the latest with the call.
+            # Without a deadline, the push ends with the call at the latest.
             timeout=context.time_remaining(),
             transports=self._parts.transports,
         )
 
     def _account_push(self, pushed: PushedPrompt, phases: RequestPhases) -> None:
-        """Observe an acknowledged push from the end of the computation on: before that it delayed nothing."""
+        """Observe the time of an acknowledged push after the computation; before, it caused no delay."""
         self._parts.transfers.record_push(pushed.summary)
         credit_at = pushed.computed_at + pushed.credit_wait_seconds
         phases.record(Phase.CREDIT_WAIT, pushed.computed_at, credit_at)
@@ -124,7 +124,7 @@ async def _computed(
     updates: Updates,
     on_update: Callable[[SequenceUpdate], None] = lambda update: None,
 ) -> worker_pb2.PrefillResponse:
-    """Follow the prompt's chunks to its end, and its first token."""
+    """Follow the chunks of the prompt until it is computed; return the response with its first token."""
     while True:
         update = await updates.next()
         on_update(update)
@@ -148,7 +148,7 @@ def _pool(sequence: Sequence, model: worker_pb2.EmbeddingModel, dimensions: int)
 
 
 def _report_failure(task: asyncio.Task[Any], updates: Updates) -> None:
-    """Wake the handler that still waits for the engine when its push has failed."""
+    """If the push has failed, wake the handler, which may still wait for the engine."""
     if not task.cancelled() and (error := task.exception()) is not None:
         known = error if isinstance(error, ServiceError | PushFailedError) else None
         updates.put(known or Aborted(f"the push failed: {error!r}", reason="KV_TRANSFER_FAILED"))

@@ -14,11 +14,11 @@ from quire.services.worker.requests.updates import Updates
 
 
 class PushedPrompt(NamedTuple):
-    """What was pushed, and the part of it that followed the prompt's computation.
+    """What was pushed, and the times after the prompt's computation.
 
     Attributes:
-        computed_at: when the engine was done with the prompt.
-        credit_wait_seconds: how long blocks waited for credit after that.
+        computed_at: when the engine had computed the prompt.
+        credit_wait_seconds: seconds for which blocks waited for credit after that.
         committed_at: when the decode worker had admitted the sequence.
     """
 
@@ -31,8 +31,8 @@ class PushedPrompt(NamedTuple):
 class PrefillPush:
     """Pushes one prompt's blocks while the engine computes them.
 
-    It runs in a separate task: it may still wait for the decode worker's credit after the engine has computed
-    the prompt and the client has its first token.
+    It runs in a separate task, since it may still wait for the decode worker's credit when the prompt is
+    computed and the client has its first token.
     """
 
     def __init__(self, sequence: Sequence, reader: BlockReader, push: BlockPush) -> None:
@@ -44,14 +44,14 @@ class PrefillPush:
         self._waited_seconds = 0.0
 
     def record_progress(self, update: SequenceUpdate) -> None:
-        """Record how far the engine is."""
+        """Record how many tokens the engine has computed."""
         if update.status.is_finished:
             self._computed_at = perf_counter()
             self._waited_seconds = self._push.credit_wait_seconds
         self._progress.put(update)
 
     async def run(self, first_block: int) -> PushedPrompt:
-        """Push every block from ``first_block`` on, each as soon as it is full, and commit.
+        """Push each block from ``first_block`` on as soon as it is full, and commit.
 
         Raises:
             PushFailedError: the decode worker refused or vanished.
@@ -63,7 +63,7 @@ class PrefillPush:
                 update = await self._progress.next()
                 num_ready = update.num_computed_tokens // block_size
                 if update.status.is_finished:
-                    # The last block goes too, full or not: nothing will be added to it here.
+                    # Push the last block too, even if it is not full: this worker adds nothing to it.
                     num_ready = -(-update.num_computed_tokens // block_size)
                 await push.send(map(self._frame, range(next_block, num_ready)))
                 next_block = max(next_block, num_ready)

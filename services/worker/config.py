@@ -1,4 +1,4 @@
-"""Declares a worker's settings; importing this loads neither torch nor gRPC nor the model."""
+"""Declares a worker's settings. Importing this loads neither torch nor gRPC nor the model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _transport_problem(name: str) -> str | None:
 
 
 class DiskFolder(NamedTuple):
-    """Where blocks may lie on disk, and how many bytes of them."""
+    """The folder for blocks on disk, and the most bytes of them."""
 
     path: str
     num_bytes: int
 
     def of(self, name: str) -> DiskFolder:
-        """Return a folder within, for one of several workers."""
+        """Return a subfolder for one of several workers."""
         return self._replace(path=str(Path(self.path) / name))
 
 
@@ -50,10 +50,11 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         num_sharing_gpu: number of workers on this worker's GPU, itself included, which divide its memory.
         cpus: processors to run on; None: all.
         worker_id: name in the cluster; None makes one.
-        max_step_seconds: a worker ends whose engine hangs in one step for this long, and for ten times its
+        max_step_seconds: the worker ends if its engine hangs in one step for this long and for ten times its
             longest recent step.
         lease_ttl_seconds: time after which Redis forgets a worker that no longer renews its lease.
-        notice_seconds: how long after SIGTERM it still accepts requests, from routers that do not know yet.
+        notice_seconds: seconds after SIGTERM in which it still accepts requests, since routers may not have
+            noticed yet.
 
     Raises:
         ValueError: settings are out of range or contradict each other.
@@ -150,14 +151,14 @@ class WorkerConfig(ServiceConfig, EngineConfig):
 
 
 class RunningWorker(NamedTuple):
-    """A worker that answers.
+    """A worker that serves.
 
     Attributes:
         address: host:port of its gRPC services.
         metrics_port: port of its metrics.
         num_blocks: blocks of its pool.
         max_model_len: most tokens of a sequence.
-        epoch: names this start of the worker.
+        epoch: identifies this start of the worker.
     """
 
     worker_id: str

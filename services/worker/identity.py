@@ -1,4 +1,4 @@
-"""What a worker is: its name, its model, its cache."""
+"""The facts that identify a worker: its name, its model and its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.services.worker.state import WorkerState
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Facts of a running worker that do not change; ``WorkerState`` has those that do."""
+    """Facts of a running worker that do not change; ``WorkerState`` has those that change."""
 
     worker_id: str
     epoch: str
@@ -31,12 +31,12 @@ class WorkerIdentity:
 
     @cached_property
     def cache_descriptor(self) -> bytes:
-        """The bytes that block hashes are rooted in."""
+        """The bytes from which the root of block hashes is computed."""
         return self.layout.descriptor()
 
     @property
     def fingerprint(self) -> str:
-        """What is equal for workers whose blocks are interchangeable."""
+        """A value that is equal in workers whose blocks are interchangeable."""
         return fingerprint(self.cache_descriptor, self.cluster_secret)
 
     def root_hash(self, scope: CacheScope) -> bytes:
@@ -44,7 +44,7 @@ class WorkerIdentity:
         return root_hash(self.cache_descriptor, self.cluster_secret, scope)
 
     def record(self, address: str, state: WorkerState) -> WorkerRecord:
-        """Return what the membership keeps of a worker that is reached at ``address``."""
+        """Return the cluster's record of a worker that is reached at ``address``."""
         return WorkerRecord(
             worker_id=self.worker_id,
             role=state.role,
@@ -55,7 +55,7 @@ class WorkerIdentity:
         )
 
     def to_proto(self) -> worker_pb2.GetWorkerInfoResponse:
-        """Return the facts that routers ask for; the present state is added to them."""
+        """Return the facts that routers ask for, without the present state."""
         return worker_pb2.GetWorkerInfoResponse(
             worker_id=self.worker_id,
             epoch=self.epoch,

@@ -1,4 +1,4 @@
-"""Serves one worker: reads its settings, builds its parts, and serves the services that are handed in."""
+"""Serves one worker: builds its parts from the settings, and serves the given services."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from quire.services.worker.parts import WorkerParts, assemble_parts
 from quire.services.worker.state import WorkerState
 
 Compose = Callable[[WorkerConfig, WorkerParts], Awaitable[Sequence[Service]]]
-"""Makes the services that use a worker's parts; a process hands in those of its choice."""
+"""Function that makes the services over a worker's parts; each process passes its own."""
 
 PULL_SERVICE = "quire.v1.KvPullService"
 
 LEASED_SHARE = 0.3
-"""Most of the pool that other workers' leases may keep from being evicted."""
+"""Largest share of the pool that other workers' leases may protect from eviction."""
 
 ROUTER_READ_SECONDS = 2 * READ_SECONDS
-"""A router stops reading while its client does, and is the first to drop that."""
+"""A router stops reading while its client does. It drops this client before the worker drops the router."""
 
 MIN_PING_SECONDS = 0.1
 """Routers may ping this often; they do every two seconds."""
@@ -130,9 +130,9 @@ def _server(start: Start, services: Sequence[Service]) -> AbstractAsyncContextMa
 
 
 async def _report_readiness(server: GrpcServer, state: WorkerState, publisher: BlockPublisher | None) -> None:
-    """Report SERVING while the engine makes progress, from the first lease on, until cancelled.
+    """After the first lease, report SERVING while the engine makes progress, until cancelled.
 
-    Before its first lease no router finds the worker. Later routers keep it without one.
+    Before its first lease no router finds the worker. Later, routers keep it even without a lease.
     """
     if publisher is not None:
         await publisher.has_joined.wait()

@@ -1,4 +1,4 @@
-"""What the services of one worker share, and how it is made."""
+"""The parts that the services of one worker share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from quire.tokenization.tokenizer import load_model_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What prefill, decode and the calls for routers and operators work with.
+    """The parts for prefill, decode and the calls of routers and operators.
 
     Attributes:
         address: returns the host:port at which others reach this worker; known once the server is bound.
@@ -67,7 +67,7 @@ class WorkerParts:
 
 
 async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
-    """Open what the services share: tracing, the connections to other workers, the compiler of formats."""
+    """Open the shared parts: tracing, the connections to other workers, the compiler of formats."""
     config, identity, memory, stack = start.config, start.identity, start.models.memory, start.stack
     tracer = await stack.enter_async_context(
         open_tracer(

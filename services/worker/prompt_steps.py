@@ -21,8 +21,8 @@ class LocalDecode(NamedTuple):
     """A decode whose prompt has been computed here.
 
     Attributes:
-        accepted: what was cached of the prompt, and its logprobs.
-        updates: what the sequences generate, from the first tokens on.
+        accepted: the cached part of the prompt, and the prompt's logprobs.
+        updates: the outputs of the sequences, from the first tokens on.
     """
 
     accepted: worker_pb2.DecodeResponse
@@ -41,7 +41,7 @@ async def decoding_here(
         await add_sequence(parts, sequence)
         await updates.begun()
         account_prompt(parts, sequence, pulled, phases)
-        # What was cached is known only now that the scheduler has admitted the sequence.
+        # The cached part is known only after the scheduler has admitted the sequence.
         accepted = worker_pb2.Accepted(num_cached_tokens=sequence.num_cached_tokens, pulled=pulled)
         with converting():
             logprobs = await prompt_logprobs(sequence)
@@ -65,7 +65,7 @@ async def pull_prefix(
 
 
 async def add_sequence(parts: WorkerParts, sequence: Sequence) -> None:
-    """Give the engine a sequence whose prompt it computes itself."""
+    """Pass a sequence to the engine, which computes its prompt."""
     with known_errors(sequence):
         await parts.engine.call(lambda e: e.add_request(sequence))
 
@@ -73,7 +73,7 @@ async def add_sequence(parts: WorkerParts, sequence: Sequence) -> None:
 def account_prompt(
     parts: WorkerParts, sequence: Sequence, pulled: worker_pb2.PullSummary, phases: RequestPhases
 ) -> None:
-    """Observe a prompt that has just been computed."""
+    """Record the metrics of a prompt that was just computed."""
     parts.requests.record_computed(sequence)
     phases.record(Phase.PREFILL_QUEUE, sequence.queued_at, sequence.started_at)
     phases.record(Phase.PREFILL_COMPUTE, sequence.started_at, perf_counter())
@@ -81,7 +81,7 @@ def account_prompt(
 
 
 async def prompt_logprobs(sequence: Sequence) -> list[inference_pb2.TokenLogprobs]:
-    """Return the logprobs of a computed prompt; those of a long one would block the event loop."""
+    """Return the logprobs of a computed prompt, from a thread: a long prompt would block the event loop."""
     if not sequence.prompt_logprobs:
         return []
     return await asyncio.to_thread(lambda: list(map(logprobs_to_proto, sequence.prompt_logprobs)))

@@ -1,4 +1,4 @@
-"""Serves ``WorkerService``: passes on the calls of prefill and decode, and answers those that both share."""
+"""Serves ``WorkerService``: forwards the calls of prefill and decode, and answers the shared calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.CopyBlocksResponse(pulled=await self._copier.copy(request, root_hash))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
-        """End attempts of requests, wait until they have ended, and return what they generated."""
+        """End attempts of requests, wait until they have ended, and return how much they generated."""
         num_generated = await self._parts.requests.abort(request.sequence_ids, request.attempt)
         return worker_pb2.AbortResponse(num_generated_tokens=num_generated)
 
@@ -87,12 +87,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def SetDraining(
         self, request: worker_pb2.SetDrainingRequest, context: Any
     ) -> worker_pb2.SetDrainingResponse:
-        """Report it to the routers. Requests that they send before they know are served."""
+        """Change the drain state and report it to the routers. Requests sent before they know are served."""
         self._parts.state.set_draining(request.is_draining)
         return worker_pb2.SetDrainingResponse()
 
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
-        """Change the role and report it to the routers; requests of the old role are served to their end."""
+        """Change the role and report it to the routers. Requests of the old role are served to their end."""
         self._parts.state.change_role(request.role, request.min_seconds_in_role)
         return worker_pb2.SetRoleResponse()
 

@@ -15,13 +15,13 @@ class DrainState(Enum):
 
     SERVING = auto()
     DRAINED = auto()
-    """Routers choose other workers, and move answers there; what they still send is served."""
+    """Routers choose other workers, and move answers there. Requests that they still send are served."""
     STOPPING = auto()
     """The process is about to end, and new requests are refused."""
 
 
 class WorkerState:
-    """The state of one worker; its listeners are called after each change.
+    """The state of one worker. Its listeners are called after each change.
 
     It has three parts, which do not depend on each other:
 
@@ -32,8 +32,8 @@ class WorkerState:
     |            | SERVING, DRAINED -> STOPPING  | the process, when it is about to end     |
     | is_stalled | False <-> True                | the engine's thread, by its watch        |
 
-    The role only tells routers which new requests to send here. The worker serves the same calls in both
-    roles, so a change of it stops no request and drops no block.
+    The role only determines which new requests routers send here. The worker serves the same calls in both
+    roles, so a change of role stops no request and drops no block.
 
     Args:
         role: the first role.
@@ -54,7 +54,7 @@ class WorkerState:
 
     @property
     def role(self) -> str:
-        """Present role, by which routers send requests."""
+        """Present role, which determines the requests that routers send."""
         return self._role
 
     @property
@@ -102,7 +102,7 @@ class WorkerState:
         self._announce()
 
     def set_draining(self, is_draining: bool) -> None:
-        """Begin or end to drain; a worker that stops goes on stopping."""
+        """Begin or end draining; do nothing if the worker is stopping."""
         self._change_drain(DrainState.DRAINED if is_draining else DrainState.SERVING)
 
     def stop(self) -> None:

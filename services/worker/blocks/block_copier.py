@@ -13,13 +13,13 @@ from quire.services.worker.blocks.prefix_pull import PrefixPuller
 
 POLL_SECONDS = 0.02
 WAIT_SECONDS = 5.0
-"""How long a copy that is not urgent waits, unless the router gives a time."""
+"""Longest wait of a copy that is not urgent, unless the router gives a time."""
 MAX_USED_SHARE = 0.5
-"""Largest share of the pool in use at which such a copy begins: requests need the rest."""
+"""Such a copy begins only if at most this share of the pool is in use, since requests need the rest."""
 
 
 class BlockCopier:
-    """Makes urgent copies at once, and others one by one while enough of the pool is free."""
+    """Makes urgent copies immediately, and others one by one while enough of the pool is free."""
 
     def __init__(self, engine: EngineThread, puller: PrefixPuller) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class BlockCopier:
         self._one_at_a_time = asyncio.Lock()
 
     async def copy(self, request: worker_pb2.CopyBlocksRequest, root_hash: bytes) -> worker_pb2.PullSummary:
-        """Copy blocks and return how many; the failure is "busy" if the copy could not begin in time."""
+        """Copy blocks; return their number. The failure is "busy" if the copy could not begin in time."""
         tokens = list(request.token_ids)
         sequence = Sequence(request.sequence_id, tokens, len(tokens), SamplingParams(), root_hash)
         if request.time == worker_pb2.COPY_TIME_NOW:

@@ -17,11 +17,11 @@ class _Kept(NamedTuple):
 
 
 class BlockReader:
-    """Makes the frames of a pool's blocks, and keeps the digests of sealed blocks with them.
+    """Makes the frames of a pool's blocks, and caches the digests of sealed blocks.
 
-    A block that is sent often is digested once. Its digest then also shows whether its memory has changed
-    since it was first sent. A kept digest holds as long as the block's generation in the pool, since a sealed
-    block is not written again before it is allocated again.
+    A block that is sent often is digested once. The digest then also shows whether the block's memory has
+    changed since it was first sent. A cached digest is valid for one generation of the block in the pool,
+    since a sealed block is not written before it is allocated again.
     """
 
     def __init__(self, memory: KvMemory, pool: BlockPool) -> None:
@@ -31,12 +31,12 @@ class BlockReader:
         self.block_size = memory.shape.block_size
 
     def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
-        """Return the frame of a block that is pinned; may be called in any thread.
+        """Return the frame of a pinned block. Any thread may call this.
 
         The frame's payload is the block itself if the pool is on the CPU, else a copy.
         """
-        # The generation is read first, and whether the block is sealed before its digest is computed: if the
-        # block is allocated again meanwhile, what is kept has an old generation.
+        # The generation and the seal are read before the digest is computed. If the block is allocated again
+        # meanwhile, the cached digest has an old generation.
         generation = self._pool.generation(block_id)
         is_sealed = bool(block_hash) and self._pool.hash_of(block_id) == block_hash
         kept = self._kept.get(block_id)
@@ -49,7 +49,7 @@ class BlockReader:
         return Frame(index, block_hash, payload, value, block_id)
 
     def damaged(self, blocks: Iterable[tuple[int, bytes]]) -> list[bytes]:
-        """Return the hashes of the blocks (id, hash) whose bytes no longer have the digest that was kept."""
+        """Return the hashes of the blocks (id, hash) whose bytes no longer match the cached digest."""
         found = []
         for block_id, block_hash in blocks:
             kept = self._kept.get(block_id)

@@ -1,7 +1,7 @@
-"""Copies the first blocks of a prompt from a worker that has them, before the rest is computed.
+"""Copies the first blocks of a prompt from another worker before the rest of the prompt is computed.
 
-No request depends on a pull: whatever goes wrong with it, the blocks that did arrive are used and the rest of
-the prompt is computed here.
+No request depends on a pull. If it fails, the request uses the blocks that arrived, and computes the rest of
+the prompt here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = get_logger("worker")
 
 @dataclass(eq=False)
 class PrefixPuller:
-    """Fills this worker's prefix cache from its peers'."""
+    """Fills this worker's prefix cache with blocks of its peers."""
 
     engine: EngineThread
     memory: KvMemory
@@ -50,7 +50,7 @@ class PrefixPuller:
     async def pull(self, sequence: Sequence, source: worker_pb2.PullSource) -> worker_pb2.PullSummary:
         """Copy the blocks that the peer should have and this worker lacks; return what arrived.
 
-        They are in the prefix cache when this returns: the engine finds them when it admits the sequence.
+        They are then in the prefix cache, where the engine finds them when it admits the sequence.
         """
         await asyncio.to_thread(sequence.extend_hashes, self.layout.block_size, self.hash_block)
         # The last token is always computed, for its logits.
@@ -115,8 +115,8 @@ class PrefixPuller:
 class _PulledBlocks:
     """Blocks of this worker that one pull fills.
 
-    They are pinned under a name in the engine, so that ``close`` undoes whatever a cancelled pull has begun.
-    Threads write the blocks. ``close`` waits for the block that is being written: after it no byte reaches
+    They are pinned under a name in the engine, so ``close`` can undo all that a cancelled pull has begun.
+    Threads write the blocks. ``close`` waits for the block that is being written; after it, no byte reaches
     them.
     """
 
@@ -133,7 +133,7 @@ class _PulledBlocks:
         self.transport = Transport.MESSAGES
 
     async def open(self) -> Items[bytes]:
-        """Pin the blocks that are here already; return the hashes of the others."""
+        """Pin the blocks that this worker already has; return the hashes of the others."""
         held = await self._engine.call(lambda e: e.pin(self._name, self._block_hashes))
         self.num_held = len(held)
         return self._block_hashes[self.num_held :]
@@ -143,7 +143,7 @@ class _PulledBlocks:
         self._block_ids = await self._engine.call(lambda e: e.pins.reserve(self._name, num_blocks))
 
     def write(self, frames: Items[Frame]) -> None:
-        """Write blocks in order, and count each whose copy is right, until ``close``."""
+        """Write blocks in order until ``close``, and count those whose copies are correct."""
         for frame in frames:
             with self._writing:
                 if self._is_closed:
@@ -155,7 +155,7 @@ class _PulledBlocks:
                 self.num_written += 1
 
     def close(self) -> None:
-        """Put the written blocks into the prefix cache, and release all."""
+        """Add the written blocks to the prefix cache, and release all blocks."""
         with self._writing:
             self._is_closed = True
         with suppress(EngineStoppedError):

@@ -1,1 +1,1 @@
-"""From the settings to a worker that serves, and from there to its end."""
+"""The start of a worker from its settings, and its end."""

@@ -1,8 +1,8 @@
-"""How the process of a worker lets the running requests end before it ends itself.
+"""Lets the running requests end before the process of a worker ends.
 
-It leaves the cluster and serves until every router has noticed. Then it refuses new requests and waits for
-those that run; routers move most of them to other workers (``services/router/migration/``). Its server gives
-it ``grace_seconds`` for all this and then cancels the wait (``rpc/server.py``).
+The worker leaves the cluster and serves until every router has noticed. Then it refuses new requests and
+waits for the running ones; routers move most of them to other workers (``services/router/migration/``). The
+server allows ``grace_seconds`` for all this, and then cancels the wait (``rpc/server.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.rpc.errors import DRAINING, Unavailable
 from quire.services.worker.state import WorkerState
 
 END_SECONDS = 1.0
-"""Longest time in which requests that are ended may send their last messages."""
+"""Longest time for ended requests to send their last messages."""
 
 
 async def drain_before_exit(
@@ -26,12 +26,12 @@ async def drain_before_exit(
     publisher: BlockPublisher | None,
     notice_seconds: float,
 ) -> None:
-    """Leave the cluster and let the running requests end; if this is cancelled, end those that remain.
+    """Leave the cluster and let the running requests end; if this is cancelled, end the remaining ones.
 
     Args:
         state: becomes DRAINED and then STOPPING.
         running: returns the tasks that serve requests.
-        publisher: keeps the worker's lease; None: no router finds the worker by itself.
+        publisher: renews the worker's lease; None if no router finds the worker by itself.
         notice_seconds: how long the worker still accepts requests after it has given up its lease.
     """
     try:
@@ -46,6 +46,6 @@ async def drain_before_exit(
             await asyncio.wait(tasks)
     finally:
         state.stop()
-        # A connection that is cut would look like a worker that one of these requests has ended.
+        # If connections were cut, routers would think that one of these requests has crashed the worker.
         stopping = Unavailable("this worker stops; its time to drain is over", reason=DRAINING)
         await end_calls(running(), stopping, END_SECONDS)

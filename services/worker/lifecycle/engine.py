@@ -50,8 +50,8 @@ async def start_engine(start: Start) -> EngineThread:
     if disk_cache is not None:
         stack.push_async_callback(asyncio.to_thread, disk_cache.close)
     engine = await asyncio.to_thread(_build_engine, start, disk_cache)
-    # The objects of the libraries and the model live as long as the process. Otherwise the garbage collector
-    # visits all of them now and then, which stops the steps for a quarter of a second.
+    # The objects of the libraries and the model live as long as the process. Without this, the garbage
+    # collector would sometimes visit all of them, which stops the steps for a quarter of a second.
     gc.collect()
     gc.freeze()
     watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(_known_step_seconds, engine))
@@ -71,7 +71,7 @@ async def start_engine(start: Start) -> EngineThread:
 
 
 def _fail_with_ranks(thread: EngineThread, ranks: Ranks) -> None:
-    """Give the engine up when a rank fails, even if no step runs that would notice."""
+    """Give up the engine when a rank fails, even if no step is running that would notice it."""
     loop = asyncio.get_running_loop()
 
     def give_up(failure: Future[str]) -> None:
@@ -98,7 +98,7 @@ def _describe(start: Start, thread: EngineThread) -> None:
 
 
 def _open_disk_cache(start: Start) -> DiskCache | None:
-    """Open the folder of evicted blocks, if there is one, with the blocks of an earlier worker."""
+    """Open the folder of evicted blocks, if it is configured, with the blocks of an earlier worker."""
     if start.config.disk_cache is None:
         return None
     folder, num_bytes = start.config.disk_cache
@@ -107,7 +107,7 @@ def _open_disk_cache(start: Start) -> DiskCache | None:
 
 
 def _build_engine(start: Start, disk_cache: DiskCache | None) -> Engine:
-    """Build an engine and compile all that its requests will run; takes seconds."""
+    """Build an engine, and compile all kernels that its requests will need; takes seconds."""
     config, (model, draft, memory, ranks) = start.config, start.models
     limits = SchedulerConfig.of(config)
     speculator = None
@@ -142,13 +142,13 @@ def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run one prompt, a draft model's part too, so that no request waits for a kernel to be compiled."""
+    """Run one prompt, with a draft model too, so that no request waits for the compilation of a kernel."""
     engine.memory.copy_within([(0, 1)])
     _run_full_step(engine)
 
 
 def _known_step_seconds(engine: Engine) -> dict[StepKind, float]:
-    """Time a step of as many tokens as one may have; its kernels have been compiled."""
+    """Measure the time of a step with the most tokens, after its kernels have been compiled."""
     start = perf_counter()
     _run_full_step(engine)
     length = _full_length(engine)
@@ -167,7 +167,7 @@ def _run_full_step(engine: Engine) -> None:
     engine.add_request(prompt)
     while not engine.is_idle:
         engine.step()
-    engine.pool.clear_cache()  # not the tiers: a disk's blocks outlive the worker
+    engine.pool.clear_cache()  # the tiers are not cleared: blocks on disk outlive the worker
 
 
 def _capture_decode_steps(engine: Engine) -> None:
@@ -175,6 +175,6 @@ def _capture_decode_steps(engine: Engine) -> None:
     max_num_seqs = engine.scheduler.config.max_num_seqs
     try:
         engine.runner.capture_decode_steps(CudaCapture(), max_num_seqs, engine.max_model_len)
-    except Exception as error:  # whatever foreign model code raises
+    except Exception as error:  # the model's own code may raise anything
         torch.cuda.empty_cache()
         _log.warning("decode_steps_not_captured", error=f"{type(error).__name__}: {error}")

@@ -45,7 +45,7 @@ async def join(
     """Publish the worker and its blocks, until the stack is closed or the engine fails.
 
     Args:
-        record: returns what the cluster has to know of the worker; published again when the state changes.
+        record: returns the cluster's record of the worker, which is published again when the state changes.
     """
     publisher.start(record())
     state.call_on_change(lambda: publisher.announce(record()))

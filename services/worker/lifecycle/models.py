@@ -1,4 +1,4 @@
-"""Loads what a worker computes with: the models and the memory of their blocks."""
+"""Loads the models of a worker, and allocates the memory of their blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = get_logger("worker")
 
 
 class Models(NamedTuple):
-    """What a worker computes with, and the memory of its blocks.
+    """The models of a worker, and the memory of their blocks.
 
     Attributes:
         ranks: the other processes that the model is divided among; None if there are none.
@@ -56,7 +56,7 @@ def load_models(config: WorkerConfig) -> Models:
     """Load the model, and a decode worker's draft model, and allocate the block pool; takes seconds.
 
     Raises:
-        BadFileError: the model's folder is missing or holds no model, or the hub does not have it.
+        BadFileError: the model's folder is missing or contains no model, or the hub does not have the model.
         ValueError: the pool would hold fewer than two blocks, or the model cannot be divided as asked.
         ChildProcessError: another process that the model is divided among has failed.
     """
@@ -92,7 +92,7 @@ def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None
 
 @contextmanager
 def _load_errors(model: str | None) -> Iterator[None]:
-    """Raise a BadFileError, which names the model, instead of the errors that say why it cannot be loaded."""
+    """Convert the errors of loading a model to a BadFileError that names the model."""
     try:
         yield
     except DraftModelError:
@@ -108,7 +108,7 @@ def _allocate_pool(
     device: torch.device,
     ranks: Ranks | None,
 ) -> KvMemory:
-    """Allocate the block pool, so that other workers can map it if the system and the settings allow."""
+    """Allocate the block pool. Other workers can map it if the system and the settings allow that."""
     allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
     if ranks is not None:
         return allocate(share=ranks.share_pool)
@@ -122,7 +122,7 @@ def _allocate_pool(
 
 
 def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIdentity:
-    """Return what others need to know about a worker; its epoch names this start."""
+    """Return the identity of a worker; its epoch identifies this start."""
     model, memory = models.model, models.memory
     return WorkerIdentity(
         worker_id=worker_id,

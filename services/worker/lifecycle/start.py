@@ -1,4 +1,4 @@
-"""What the steps of a worker's start have in common."""
+"""The parts that the steps of a worker's start share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Start:
     Attributes:
         address: host:port at which others reach the worker, once the server is bound.
         failure: gets the error of an engine that fails or is given up.
-        stack: ends what a step began, the latest first.
+        stack: undoes the steps in reverse order.
     """
 
     config: WorkerConfig
@@ -41,7 +41,7 @@ class Start:
 
 
 def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack: AsyncExitStack) -> Start:
-    """Open the worker's connection to Redis, and prepare what is known only later."""
+    """Open the worker's connection to Redis, and prepare the parts that become known later."""
     loop, registry = asyncio.get_running_loop(), CollectorRegistry()
     return Start(
         config=config,

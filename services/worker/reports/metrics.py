@@ -24,7 +24,7 @@ from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")
 HIT_SOURCES = ("own", "tier", "peer")
 SNAPSHOT_SECONDS = 5.0
-"""How long a scrape waits for the engine, which answers between two steps."""
+"""Seconds for which a scrape waits for the engine, which answers between two steps."""
 
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -123,7 +123,7 @@ def describe_cache(
 
 
 def describe_division(registry: CollectorRegistry, tensor_parallel_size: int) -> None:
-    """Publish among how many processes the worker divides the model."""
+    """Publish the number of processes among which the worker divides the model."""
     gauge = Gauge(
         "quire_tensor_parallel_size",
         "Processes that the worker divides the model among.",
@@ -142,7 +142,7 @@ def describe_role(registry: CollectorRegistry, present: Callable[[], str]) -> No
 
 
 class PromptMetrics:
-    """The prompts that were computed here, and which prefixes were cached where."""
+    """Metrics of the prompts that were computed here, and of their cached prefixes by place."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.phases = PhaseMetrics(registry, (*PROMPT_PHASES, *HAND_OVER))
@@ -162,7 +162,7 @@ class PromptMetrics:
     def record_prompt(self, sequence: Sequence, num_pulled_tokens: int) -> None:
         """Count a prompt when all of its tokens that were not cached have been computed."""
         self._queries.inc(sequence.num_prompt_tokens)
-        # A later attempt's cached tokens include those that earlier ones generated.
+        # A later attempt's cached tokens include tokens that earlier attempts generated.
         num_cached = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
         num_tier = min(sequence.num_promoted_tokens, num_cached)
         num_peer = min(num_pulled_tokens, num_cached - num_tier)
@@ -207,7 +207,7 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
 def ask_for_snapshot(
     engine: EngineThread, timeout_seconds: float = SNAPSHOT_SECONDS
 ) -> EngineSnapshot | None:
-    """Read an engine from any thread; return None if it has stopped or does not reach its next step."""
+    """Read an engine from any thread; return None if it has stopped, or does not end its step in time."""
     try:
         return engine.post(take_snapshot).result(timeout_seconds)
     except (EngineStoppedError, TimeoutError):
@@ -215,7 +215,7 @@ def ask_for_snapshot(
 
 
 class EngineCollector(Collector):
-    """Reads the engine when it is scraped: steps pay nothing for it, and an idle engine's values are right.
+    """Reads the engine at each scrape. Steps cost nothing more, and an idle engine's values are correct.
 
     Args:
         snapshot: returns the engine's state now; None if the engine does not answer.
@@ -229,7 +229,7 @@ class EngineCollector(Collector):
         return list(_families(None))
 
     def collect(self) -> list[Metric]:
-        """Return the values now; if the engine has stopped or is stuck, only that it is."""
+        """Return the present values; if the engine has stopped or is stuck, only a metric that says so."""
         return list(_families(self._snapshot()))
 
 

@@ -12,7 +12,7 @@ from quire.protos import worker_pb2
 class RequestLoads:
     """The loads of the running requests, by the router that sent them.
 
-    Requests that no router sent, those of gateways, count under the empty id.
+    Requests of gateways, which no router sent, count under the empty id.
 
     Args:
         on_change: called after each change.
@@ -22,7 +22,7 @@ class RequestLoads:
         self._on_change = on_change
         self._by_router: defaultdict[str, worker_pb2.TotalLoad] = defaultdict(worker_pb2.TotalLoad)
         self._pending: dict[str, worker_pb2.RequestLoad] = {}
-        """The loads of requests whose prompts are still to be computed here, by their attempts."""
+        """The loads of requests whose prompts must still be computed here, by attempt."""
 
     @contextmanager
     def counted(
@@ -53,14 +53,14 @@ class RequestLoads:
             self._on_change()
 
     def record_computed(self, attempt_id: str) -> None:
-        """Clear the pending tokens of a request whose prompt has been computed."""
+        """Subtract the pending tokens of a request whose prompt has been computed."""
         load = self._pending.pop(attempt_id, None)
         if load is not None:
             self._by_router[load.router_id].pending_tokens -= load.pending_tokens
             self._on_change()
 
     def of_others(self, router_id: str) -> worker_pb2.TotalLoad:
-        """Return the load of all requests but those of one router."""
+        """Return the load of all requests except those of one router."""
         loads = [load for owner, load in self._by_router.items() if owner != router_id or not owner]
         return worker_pb2.TotalLoad(
             num_requests=sum(load.num_requests for load in loads),

@@ -11,13 +11,13 @@ from quire.services.worker.reports.request_loads import RequestLoads
 from quire.services.worker.state import WorkerState
 
 BEAT_SECONDS = 0.4
-"""Longest interval between two reports: routers measure how long a worker is silent."""
+"""Longest interval between two reports, since routers measure the silence of a worker."""
 LOAD_SECONDS = 0.1
 """Shortest interval between two reports of the load, which changes with each request."""
 
 
 class WorkerReports:
-    """Reports to any number of routers what they have to know about this worker.
+    """Reports this worker's state and load to any number of routers.
 
     Attributes:
         loads: the loads of the running requests.
@@ -29,11 +29,11 @@ class WorkerReports:
         self._is_closed = False
         self._waking: asyncio.TimerHandle | None = None
         self._has_changed = asyncio.Event()
-        """Replaced by a new one at each change, so that every reader is woken once for each."""
+        """Each change replaces it by a new event, so every reader is woken once per change."""
         state.call_on_change(self._wake)
 
     def close(self) -> None:
-        """End all calls, and refuse new ones: an open call would hold up the end of the process."""
+        """End all calls, and refuse new ones, since an open call would delay the end of the process."""
         self._is_closed = True
         self._wake()
 
@@ -46,7 +46,7 @@ class WorkerReports:
         reported, reported_at = None, 0.0
         loop = asyncio.get_running_loop()
         while not self._is_closed:
-            # Taken before the report is made: a change from then on wakes this reader.
+            # Get the event before making the report, so that any later change wakes this reader.
             has_changed = self._has_changed
             report = worker_pb2.WatchWorkerResponse(
                 role=self._state.role,

@@ -1,4 +1,4 @@
-"""Between the wire's messages and the engine's types."""
+"""Converts between messages and the engine's types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FINISH_REASONS = {
 
 
 def attempt_id(sequence_id: str, attempt: int) -> str:
-    """Name an attempt: an old one may still be ending when the next begins."""
+    """Return the name of an attempt, since an old attempt may still be ending when the next one begins."""
     return f"{sequence_id}#{attempt}"
 
 
@@ -84,7 +84,7 @@ def no_token_left(error: NoTokenLeftError) -> InvalidArgument:
 
 @contextmanager
 def converting() -> Iterator[None]:
-    """Turn any error into one that ends only the request whose results are converted."""
+    """Convert any error in the block to one that ends only the request whose results are converted."""
     try:
         yield
     except Exception as error:
@@ -93,7 +93,7 @@ def converting() -> Iterator[None]:
 
 
 def without_last_token(prompt: Sequence) -> Sequence:
-    """Return what a prefill worker computes for several sequences: they all start from the last token.
+    """Return the prompt that a prefill worker computes for several sequences, without its last token.
 
     Raises:
         InvalidArgument: nothing is left.
@@ -109,13 +109,13 @@ def without_last_token(prompt: Sequence) -> Sequence:
         params=params,
         samples_tokens=False,
         logits_rules=None,
-        # One fewer token may be one fewer full block.
+        # Without the last token, there may be one full block less.
         block_hashes=[],
     )
 
 
 def outputs_to_proto(updates: Iterable[SequenceUpdate]) -> list[worker_pb2.SequenceOutput]:
-    """Return what steps did for a request, in one message for each sequence."""
+    """Return a request's updates, as one message for each sequence."""
     outputs: dict[int, worker_pb2.SequenceOutput] = {}
     for update in updates:
         index = update.sequence.index
@@ -147,5 +147,5 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> inference_pb2.TokenLogprobs:
 
 
 def finish_reason(status: SequenceStatus) -> inference_pb2.FinishReason:
-    """Return the public reason of an end; unspecified if the sequence goes on."""
+    """Return the public reason why a sequence ended; unspecified if it has not ended."""
     return _FINISH_REASONS.get(status, inference_pb2.FINISH_REASON_UNSPECIFIED)

@@ -1,4 +1,4 @@
-"""Orders the formats that wait for the compiler: first those of the tenant that has used it least of late."""
+"""Orders the formats that wait for the compiler: the tenant that has used it least recently comes first."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 HALF_LIFE_SECONDS = 30.0
-"""Time after which half of what a tenant has used is forgotten."""
+"""Half-life of the seconds that a tenant has used."""
 MIN_SECONDS = 0.001
-"""A tenant that has used less than this is forgotten."""
+"""A tenant that has used fewer seconds is forgotten."""
 
 T = TypeVar("T")
 
@@ -26,10 +26,10 @@ class _Job:
 
 
 class FormatQueue:
-    """Runs one job at a time in a thread, that of the tenant that has used the fewest seconds of late.
+    """Runs one job at a time in a thread: the next one is from the tenant with the fewest recent seconds.
 
     Jobs of one tenant run in the order of arrival. If a caller is cancelled, its job is removed from the
-    queue, unless it runs already: then it runs to its end, and its tenant is charged for it.
+    queue. A job that is already running continues to its end, and its tenant is charged.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +43,7 @@ class FormatQueue:
         """When the seconds of all tenants were last reduced."""
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, once it is the client's turn."""
+        """Run ``work`` when it is the client's turn; return its result."""
         job = _Job(client, work, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._start_next()
@@ -73,7 +73,7 @@ class FormatQueue:
         if running.cancelled():
             job.result.cancel()
         elif job.result.done():
-            running.exception()  # the caller was cancelled; asyncio would log an error that nobody retrieves
+            running.exception()  # the caller was cancelled; asyncio would log an error that is not retrieved
         elif (error := running.exception()) is not None:
             job.result.set_exception(error)
         else:

@@ -1,7 +1,7 @@
 """Sends the outputs of many decodes to their router in one stream, in few messages.
 
-A message costs the worker, the router and the client many times what a token costs them. So a stream rests
-after each message, and longer if it carries more decodes. The first output of a sequence and the last one do
+A message costs the worker, the router and the client much more than a token. A stream therefore pauses after
+each message, and pauses longer if it carries more decodes. The first output of a sequence and the last one do
 not wait.
 """
 
@@ -18,7 +18,7 @@ from quire.services.worker.requests.updates import Updates, checked
 
 REST_SECONDS_PER_DECODE = 0.01
 TOKENS_PER_REPORT = 64
-"""Number of tokens after which a beam search, which has no outputs yet, reports how many it has generated."""
+"""After this many tokens, a beam search that has no outputs yet reports its number of tokens."""
 MAX_ID_CHARS = 64
 
 
@@ -32,14 +32,14 @@ class StreamedDecode:
         self._begun: set[int] = set()
         """Indexes of the sequences that have an output."""
         self._token_ids: list[int] = []
-        """Outputs of one token each that wait to be sent, before those in ``_others``."""
+        """Waiting outputs of one token each; they are sent before those in ``_others``."""
         self._others: list[worker_pb2.SequenceOutput] = []
         self._num_reported = 0
         self._error: Exception | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, update: SequenceUpdate | Exception) -> None:
-        """Send an update; an exception ends the decode once all earlier updates are sent."""
+        """Send an update. An exception ends the decode after all earlier updates were sent."""
         try:
             self._add(checked(update))
         except Exception as error:
@@ -69,7 +69,7 @@ class StreamedDecode:
             self._stream.send(self, at_once=False)
 
     def move_to(self, message: worker_pb2.StreamOutputsResponse) -> None:
-        """Move what waits to be sent into a message."""
+        """Move the waiting outputs into a message."""
         message.channels.extend([self.channel] * len(self._token_ids))
         message.token_ids.extend(self._token_ids)
         for output in self._others:
@@ -91,7 +91,7 @@ class StreamedDecode:
             self._end.set_exception(self._error or _stream_ended())
 
     async def ended(self) -> None:
-        """Return when all of the decode's sequences have ended and gRPC has accepted their outputs.
+        """Wait until all of the decode's sequences have ended and gRPC has accepted their outputs.
 
         Raises:
             Exception: the decode has failed, or the stream has ended.
@@ -103,7 +103,7 @@ class StreamedDecode:
 
 
 class OutputStream:
-    """The outputs of all decodes that name one stream.
+    """The stream with the outputs of all decodes that name it.
 
     Args:
         max_rest_seconds: longest time between two messages that are not urgent.
@@ -120,7 +120,7 @@ class OutputStream:
         self._wake = asyncio.Event()
 
     def add(self, channel: int, num_sequences: int, updates: Updates) -> StreamedDecode:
-        """Send the updates of a decode, those that wait and all later ones, unless the stream has ended.
+        """Send the waiting and all later updates of a decode, unless the stream has ended.
 
         Raises:
             AlreadyExists: the channel is in use.
@@ -134,13 +134,13 @@ class OutputStream:
         return decode
 
     def drop(self, decode: StreamedDecode) -> None:
-        """Send nothing more of a decode."""
+        """Stop sending the outputs of a decode."""
         self._decodes.pop(decode.channel, None)
         self._waiting.pop(decode, None)
         self._urgent.pop(decode, None)
 
     def send(self, decode: StreamedDecode, *, at_once: bool) -> None:
-        """Send what waits in a decode: at once, or after the rest."""
+        """Send the waiting outputs of a decode, immediately or after the pause."""
         self._waiting[decode] = None
         if at_once:
             self._urgent[decode] = None
@@ -148,7 +148,7 @@ class OutputStream:
             self._wake.set()
 
     async def messages(self) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
-        """Yield messages until the stream is ended; the first is empty."""
+        """Yield messages until the stream is ended. The first message is empty."""
         yield worker_pb2.StreamOutputsResponse()
         while not self._has_ended:
             await self._wake.wait()
@@ -229,7 +229,7 @@ class OutputStreams:
             stream.end()
 
     def close(self) -> None:
-        """End all streams, and refuse new ones: an open stream would hold up the end of the process."""
+        """End all streams, and refuse new ones, since an open stream would delay the end of the process."""
         self._is_closed = True
         for stream in self._streams.values():
             stream.end()
@@ -240,7 +240,7 @@ def _stream_ended() -> Aborted:
 
 
 def _is_one_token(update: SequenceUpdate) -> bool:
-    """Return whether a request's only or first sequence got one token, and nothing else has to be sent."""
+    """Return whether the first sequence of a request got one token, and there is nothing else to send."""
     return (
         len(update.tokens) == 1
         and update.tokens[0].logprobs is None

@@ -23,7 +23,7 @@ from quire.services.worker.requests.updates import Updates
 from quire.services.worker.state import WorkerState
 
 TALLY_SECONDS = 10.0
-"""How long the tally of an attempt that has ended is kept for the ``abort`` that asks for it."""
+"""Seconds for which an ended attempt's tally is kept, since an ``abort`` may ask for it."""
 
 
 class Running(NamedTuple):
@@ -66,10 +66,12 @@ class RunningRequests:
         *,
         computes_prompt: bool = True,
     ) -> Iterator[Running]:
-        """Register the handler for ``abort``; however it ends, free the request's blocks in the engine.
+        """Register the handler for ``abort``.
+
+        Free the request's blocks in the engine, however the handler ends.
 
         Args:
-            computes_prompt: whether the prompt is computed here; then ``record_computed`` follows.
+            computes_prompt: whether the prompt is computed here; if so, ``record_computed`` must follow.
         """
         attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
@@ -106,10 +108,10 @@ class RunningRequests:
         self.loads.record_computed(sequence.attempt_id)
 
     async def abort(self, sequence_ids: Iterable[str], attempt: int) -> int:
-        """End the requests' attempts up to this one, and wait until they have ended.
+        """End all attempts of the requests up to this one, and wait until they have ended.
 
         Returns:
-            The number of tokens that were generated in this attempt of them, if it runs or ended of late.
+            The number of tokens that this attempt of each generated, if it runs or has ended recently.
         """
         tasks = [
             task

@@ -26,7 +26,7 @@ from quire.tokenization.tokenizer import MissingTokenizerError
 INLINE_HASH_TOKENS = 2048
 """Prompts of up to this length are hashed on the event loop, in about 1 ms; longer ones in a thread."""
 FORMAT_SECONDS = 20.0
-"""How long a request waits for its format to be compiled, with those of other requests before it."""
+"""Longest wait of a request for the compilation of its format, including earlier requests' formats."""
 
 
 class SequenceReader:
@@ -41,7 +41,7 @@ class SequenceReader:
         """Return the engine's sequence.
 
         Raises:
-            ServiceError: a field is out of range, or the format cannot be compiled or fulfilled.
+            ServiceError: a field is out of range, or the format cannot be compiled, or allows no answer.
         """
         sequence = sequence_from_proto(
             message,
@@ -58,12 +58,12 @@ class SequenceReader:
         return sequence
 
     def close(self) -> None:
-        """End what compiles formats."""
+        """End the compiler of formats."""
         self._compiling.close()
         self._grammars.close()
 
     async def _hash_blocks(self, sequence: Sequence) -> None:
-        """Hash the blocks here: in the engine's thread this would hold up all of its sequences."""
+        """Hash the blocks here, since hashing in the engine's thread would delay all of its sequences."""
         block_size = self._identity.layout.block_size
         if sequence.num_tokens <= INLINE_HASH_TOKENS:
             sequence.extend_hashes(block_size, block_hash)

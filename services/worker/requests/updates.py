@@ -9,11 +9,11 @@ from collections.abc import Callable
 from quire.engine.sequences.sequence import SequenceStatus, SequenceUpdate
 
 MAX_BATCH = 1024
-"""Most updates of one message: with 20 logprobs each they take 0.2 MB."""
+"""Most updates in one message, 0.2 MB if each has 20 logprobs."""
 
 
 class Updates:
-    """What happens to a request, in order; an exception ends it."""
+    """The updates of a request in order; an exception is the last one."""
 
     def __init__(self) -> None:
         self._waiting: deque[SequenceUpdate | Exception] = deque()
@@ -21,7 +21,7 @@ class Updates:
         self._receive: Callable[[SequenceUpdate | Exception], None] = self._queue
 
     def put(self, update: SequenceUpdate | Exception) -> None:
-        """Add what has happened next."""
+        """Add an update or an exception."""
         self._receive(update)
 
     async def next(self) -> SequenceUpdate:
@@ -36,7 +36,7 @@ class Updates:
         return checked(self._waiting.popleft())
 
     async def next_batch(self) -> list[SequenceUpdate]:
-        """Return the waiting updates, at least one: a slow reader gets several steps in one message.
+        """Wait for at least one update; return all waiting ones, so a slow reader gets several steps at once.
 
         Raises:
             Exception: see ``next``.
@@ -47,7 +47,7 @@ class Updates:
         return batch
 
     async def begun(self) -> None:
-        """Drop the updates of the prompt; return when the next one has tokens, is of beams, or is the end.
+        """Drop the updates of the prompt, until the next one has tokens, belongs to beams, or is the end.
 
         Raises:
             Exception: see ``next``.
@@ -57,7 +57,7 @@ class Updates:
         self._waiting.appendleft(update)
 
     def forward_to(self, receive: Callable[[SequenceUpdate | Exception], None]) -> None:
-        """Call a function with the waiting updates, and from now on with each new one at once."""
+        """Call a function with the waiting updates, and immediately with each later one."""
         while self._waiting:
             receive(self._waiting.popleft())
         self._receive = receive
@@ -68,7 +68,7 @@ class Updates:
 
 
 def checked(update: SequenceUpdate | Exception) -> SequenceUpdate:
-    """Return an update, or raise the exception in its place, or the error in it."""
+    """Return an update; raise a queued exception, or the update's error."""
     if isinstance(update, Exception):
         raise update
     if update.error is not None:
