@@ -1,10 +1,10 @@
-"""Chats of four turns on any workers: how much of each turn is reused, and what that saves.
+"""Measures how much of each turn of a chat is reused, and what that saves, if any worker gets each turn.
 
     python -m quire.benchmarks.chat_turns --chats 20
 
-Two prefill and two decode workers serve the demo model. The workers of a turn are chosen at random, so the
-blocks that it needs are mostly on other workers. Each turn is compared with the oracle, which counts the full
-blocks that any worker holds, and with the time of an uncached prompt of the same length. All answers are
+Two prefill and two decode workers serve the demo model. The workers of each of the four turns are chosen at
+random, so most of the needed blocks are on other workers. Each turn is compared with an oracle, which counts
+the full blocks on any worker, and with the time of an uncached prompt of the same length. All answers are
 checked.
 """
 

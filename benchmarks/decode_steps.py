@@ -1,9 +1,9 @@
-"""The time of a decode step, by how it is launched: kernel by kernel or as a CUDA graph.
+"""Measures the time of a decode step, launched kernel by kernel or as a CUDA graph.
 
     python -m quire.benchmarks.decode_steps --batches 1,8,64,256 --context 1024
 
 The model is a random Llama of 1.2 billion parameters in bfloat16. A step reads every weight and every key and
-value once: ``floor`` is the time that a device copy takes for as many bytes.
+value once: ``floor`` is the time of a device copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quire.sampling.params import SamplingParams
 
 NUM_STEPS = 48
 BUDGET = 8192
-"""Tokens of a step with prompts."""
+"""Most tokens of a step that computes prompts."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StepTime(NamedTuple):
     """Medians over the steps with a full batch, in seconds.
 
     Attributes:
-        forward: the forward pass, until its logits are there.
+        forward: the forward pass, until its logits are computed.
         step: all of a step: scheduling, preparing, forward pass, sampling and processing.
     """
 
@@ -73,7 +73,7 @@ def open_engine(folder: Path, device: torch.device, max_num_seqs: int, context: 
 
 
 def time_steps(engine: Engine, batch: int, context: int) -> StepTime:
-    """Decode with a batch of equal contexts, nothing of them cached."""
+    """Decode with a batch of equal contexts, of which no block is cached."""
     engine.pool.clear_cache()
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
     for index in range(batch):
@@ -124,7 +124,7 @@ def measure(
                     "tokens_per_second": round(batch / step),
                 }
         except RuntimeError as error:
-            # A failure of one way must not end the table.
+            # A failure of one way to launch must not end the table.
             show_progress(f"{way} cannot: {str(error).splitlines()[0]}")
             for attempt_id in list(engine.groups):
                 engine.abort(attempt_id)

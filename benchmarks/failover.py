@@ -1,12 +1,12 @@
-"""What a stream loses when its worker is killed or drains, with and without copies of running answers.
+"""Measures what a stream loses when its worker is killed or drains, with and without copies of answers.
 
     python -m quire.benchmarks.failover
     python -m quire.benchmarks.failover --tokens 500,2000 --rounds 3
 
 A router and decode workers on this machine serve a random Llama. A client reads one sampled answer. After a
 number of tokens, the worker that generates it gets SIGKILL or SIGTERM. The first table has the medians over
-the rounds: the longest gap in the stream beside its usual one, the tokens that the next worker computed
-again, and the time until the process had ended. Each answer is compared with the undisturbed one.
+the rounds: the usual and the longest gap in the stream, the tokens that the next worker computed again, and
+the time until the process had ended. Each answer is compared with the undisturbed one.
 
 The second table has the tokens per second of 32 streams on two workers without failures. Stacks with and
 without copies take turns.
@@ -114,7 +114,7 @@ def num_computed(stack: RunningStack, name: str) -> Computed:
 
 
 class Ended(NamedTuple):
-    """When a worker got a signal and when it had ended; and what the others had computed before."""
+    """When a worker got a signal, when it had ended, and what the others had computed before."""
 
     signalled_at: float
     ended_at: float
@@ -152,7 +152,7 @@ async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -
         assert ending is not None
         ended = await ending
         after = [(num_computed(stack, name), computed) for name, computed in ended.others.items()]
-        # Only now, since the workers would have cached it.
+        # This comes last, since the workers would have cached it otherwise.
         expected = await client.generate(prompt, max_tokens=max_tokens, **OPTIONS)
     if tokens != list(expected.token_ids):
         raise FailedError("the answer differs from the undisturbed one")
@@ -161,7 +161,7 @@ async def measure(stack: RunningStack, case: Case, num_tokens: int, seed: int) -
     return Row(
         1000 * max(gaps[max(0, first - 1) :]),
         1000 * median(gaps),
-        # A step computes one new token, and the other tokens again.
+        # Each step computes one new token; all other computed tokens are repeated.
         sum(now.tokens - then.tokens - (now.steps - then.steps) for now, then in after),
         ended.ended_at - ended.signalled_at,
     )
@@ -205,7 +205,7 @@ def costs(model: str, num_rounds: int) -> dict[str, list[float]]:
 def main(options: Options) -> Report:
     """Measure the failures and the costs of copies."""
     max_length = PROMPT_TOKENS + max(options.tokens) + TOKENS_AFTER
-    # The load needs a longer model than short answers do.
+    # The load needs a model with longer sequences than short answers.
     model = str(random_llama(options.model, max_length=max(max_length, LOAD.input_len + LOAD.output_len)))
     results = failures(model, options.tokens, options.rounds)
     rates = costs(model, options.rounds)

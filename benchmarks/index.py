@@ -2,14 +2,16 @@
 
     python -m quire.benchmarks.index --blocks 1000000 --lookups 1000
 
-It starts a Redis of its own. Prompts are 64k tokens, 4096 blocks of 16; of each, one worker holds all blocks
-and another one the first half. The obvious design sends one pipelined command for each block: HSET to
-publish, HKEYS to look up, keys in hexadecimal, worker names as fields; it hashes pickled (parent, tokens).
-The floor of a look-up is an empty script with the same argument; of publishing and memory Redis's own DEBUG
-POPULATE, which makes plain strings, with keys as long; of hashing one SHA-256 over all the bytes.
+It starts a separate Redis. Prompts have 64k tokens in 4096 blocks of 16. One worker holds all blocks of a
+prompt, and another one the first half. The obvious design sends one pipelined command for each block: HSET to
+publish and HKEYS to look up, with hexadecimal keys and worker names as fields. It hashes pickled (parent,
+tokens). The floor of a look-up is an empty script with the same argument. The floor of publishing and memory
+is Redis's own DEBUG POPULATE, which makes plain strings, with keys of the same length. The floor of hashing
+is one SHA-256 over all the bytes.
 
-A rebuild is measured from the moment at which the workers notice the flush, at their own pace of 50,000
-blocks a second each. In earnest they notice with the next change or beat, and begin within a jitter of 2 s.
+A rebuild is measured from the moment at which the workers notice the flush; each publishes 50,000 blocks a
+second. In production they notice it with the next change or renewal, and begin after a random time of up to 2
+s.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Options:
 
 
 class Row(NamedTuple):
-    """A line of the table; ``is_rate`` says that more is better."""
+    """A line of the table. If ``is_rate`` is true, higher figures are better."""
 
     name: str
     unit: str
@@ -143,7 +145,7 @@ async def loaded(admin: Redis, num_blocks: int, load: Callable[[], Awaitable[int
 
 
 async def publish(writer: Redis, prompts: Sequence[BlockHashes]) -> int:
-    """Publish from all workers at once, each in order; return the number of entries."""
+    """Publish from all workers together, each in order; return the number of entries."""
     held: list[list[BlockHashes]] = [[] for _ in range(NUM_WORKERS)]
     for number, prompt in enumerate(prompts):
         whole, half = holders(number)
@@ -290,7 +292,7 @@ async def measure_redis(redis: RedisProcess, num_blocks: int, num_lookups: int) 
 
 
 async def populate(admin: Any, num_keys: int) -> int:
-    """Let Redis make plain strings of 4 bytes, with keys as long as the index's, which are 20."""
+    """Let Redis make plain strings of 4 bytes with keys of 20 bytes, as in the index."""
     await admin.execute_command("DEBUG", "POPULATE", num_keys, "123456789012", 4)
     return num_keys
 

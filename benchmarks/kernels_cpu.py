@@ -1,9 +1,10 @@
-"""Paged attention on the CPU beside torch's SDPA on contiguous tensors, in one run.
+"""Compares paged attention on the CPU with torch's SDPA on contiguous tensors, in one run.
 
     python -m quire.benchmarks.kernels_cpu --threads 2
 
 Both read the same keys and values; SDPA has them in one piece for each sequence, paged attention in shuffled
-blocks of 16. The ceilings: for decode a memory copy and a sum, for prefill a matrix product of torch.
+blocks of 16. The ceiling of decode is a memory copy and a sum; the ceiling of prefill is torch's matrix
+product.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SHAPES = (
 
 
 class Result(NamedTuple):
-    """The time of both, and what paged attention moved and computed in a second."""
+    """The times of both, and the bytes and operations of paged attention per second."""
 
     shape: str
     paged_ms: float
@@ -71,7 +72,7 @@ class Result(NamedTuple):
 
 
 def measure(shape: Shape, dtype: torch.dtype, seconds: float) -> Result:
-    """Time one shape both ways on the same keys and values."""
+    """Time both implementations for one shape, with the same keys and values."""
     length = shape.cached + shape.new
     num_blocks = -(-length // BLOCK_SIZE)
     tables = torch.randperm(shape.num_seqs * num_blocks).view(shape.num_seqs, num_blocks)
@@ -125,7 +126,7 @@ def read_bytes_per_second(seconds: float = 0.5) -> float:
 
 
 def ceilings(seconds: float) -> dict[str, float]:
-    """Measure what memory and arithmetic allow: bytes per second and floating-point operations per second."""
+    """Measure the ceilings: bytes per second, and floating-point operations per second."""
     source = torch.randn(64 << 20)
     target = torch.empty_like(source)
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)

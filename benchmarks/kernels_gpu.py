@@ -2,9 +2,10 @@
 
     python -m quire.benchmarks.kernels_gpu --heads 32 --kv-heads 8 --head-dim 128 --block-size 16
 
-Decode reads each key and value once and computes little: its ceiling is the bandwidth of a device copy,
-measured here. Prefill's ceiling is scaled dot product attention of the same shape over contiguous keys and
-values, in the flash kernel. FlashInfer and FlexAttention are shown where they can be imported.
+Decode reads each key and value once and computes little, so its ceiling is the bandwidth of a device copy,
+which is measured too. The ceiling of prefill is the flash kernel of scaled dot product attention, with the
+same shape, over contiguous keys and values. FlashInfer and FlexAttention are shown where they can be
+imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BATCHES = (1, 8, 64, 256)
 CONTEXTS = (512, 4096, 32768)
 PROMPTS = ((1, 2048), (8, 2048), (1, 16384))
 NUM_COPIES = 5
-"""Copies of all keys and values in memory: 16-bit blocks, 8-bit blocks, and contiguous for the others."""
+"""Number of copies of all keys and values in memory: 16-bit blocks, 8-bit blocks, and contiguous ones."""
 
 Output = torch.Tensor
 Attention = Callable[[], Output]
@@ -92,7 +93,7 @@ class Step(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The time of one implementation; ``share`` is that of the bandwidth of a copy, and None for prefill."""
+    """The time of one implementation. ``share`` is its share of a copy's bandwidth, and None for prefill."""
 
     kind: str
     batch: int
@@ -105,7 +106,7 @@ class Row(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """One implementation of one step, and what it reads of keys and values."""
+    """One implementation of one step, and the bytes of keys and values that it reads."""
 
     name: str
     run: Attention
@@ -197,7 +198,7 @@ def flex(model: Model, step: Step) -> Iterator[Contender]:
             return q + cached >= k
 
         mask = create_block_mask(is_seen, None, None, step.new_tokens, step.seq_len, device=DEVICE)
-    # Each shape is compiled by itself, and after eight of them torch would no longer compile.
+    # Each shape is compiled separately, and torch would stop compiling after eight of them.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
 
@@ -244,17 +245,17 @@ def contenders(model: Model, step: Step) -> Iterator[Measurable]:
                 yield Measurable(name, CudaCapture()(run), kv_bytes, output)
         except ImportError:
             continue
-        except Exception as error:  # whatever foreign code raises
+        except Exception as error:  # foreign code may raise anything
             if source is ours:
                 raise
-            # Kernels of others refuse some shapes; that must not end the table.
+            # Some kernels of other projects refuse some shapes, which must not end the table.
             show_progress(f"{source.__name__} cannot: {str(error).splitlines()[0]}")
 
 
 def seconds(run: Callable[[], object]) -> float:
     """Return the median time on the device, with the L2 cache cleared before each run.
 
-    Give it a CUDA graph's replay: to launch a kernel from Python takes longer than the short ones run.
+    Pass the replay of a CUDA graph, since launching a kernel from Python takes longer than short kernels run.
     """
     from triton.testing import do_bench
 

@@ -1,11 +1,11 @@
-"""Tries a tiny random model of every causal architecture in transformers: is it served, and on several ranks?
+"""Tests with tiny random models whether quire serves each causal architecture of transformers, also on ranks.
 
     python -m quire.benchmarks.model_survey
     python -m quire.benchmarks.model_survey llama mixtral --ranks 2,3,4
 
-A model is served if it gives the greedy tokens of transformers' ``generate``. With ``--ranks``, models of
-sizes that four ranks can divide answer prompts on one process and on each number of ranks instead. Tokens and
-logprobs must be equal to the last bit.
+A model is served if it gives the greedy tokens of transformers' ``generate``. With ``--ranks``, models that
+four ranks can divide instead answer prompts in one process and on each number of ranks. Tokens and logprobs
+must be equal to the last bit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "tie_word_embeddings": False,
-    # Names that single architectures have for the same.
+    # Other names of these values in some architectures.
     "n_embd": 64,
     "n_layer": 2,
     "n_head": 4,
@@ -106,7 +106,7 @@ class Options:
 
 
 class TooLargeError(Exception):
-    """The architecture has sizes under other names."""
+    """The architecture has other names for sizes."""
 
 
 def make_tiny_model(name: str, sizes: Mapping[str, object] = SIZES) -> PreTrainedModel:
@@ -114,7 +114,7 @@ def make_tiny_model(name: str, sizes: Mapping[str, object] = SIZES) -> PreTraine
 
     Raises:
         TooLargeError: it would not be tiny.
-        Exception: whatever the architecture's own code has against these sizes.
+        Exception: the architecture's own code refuses these sizes.
     """
     config_class = CONFIG_MAPPING[name]
     default = config_class()
@@ -164,7 +164,7 @@ def generated_by_quire(folder: str, prompt: torch.Tensor) -> list[int]:
 
 
 def served(name: str) -> str:
-    """Return whether an architecture is served with the right tokens, or why not."""
+    """Return whether an architecture is served with correct tokens, or the reason why not."""
     try:
         model = make_tiny_model(name)
         prompt = torch.randint(3, model.config.get_text_config().vocab_size, (PROMPT_TOKENS,))
@@ -192,7 +192,7 @@ def answers(folder: Path, num_ranks: int) -> list[Any]:
 
 
 def divided(name: str, numbers: Sequence[int]) -> str:
-    """Return whether all numbers of ranks give the bits of one process, or why not."""
+    """Return whether all numbers of ranks give the same bits as one process, or the reason why not."""
     try:
         model = make_tiny_model(name, RANK_SIZES)
     except Exception as error:  # whatever the architecture's own code has against the sizes

@@ -1,13 +1,13 @@
-"""Step times of one model on the CPU by the type of its weights, the ranks and the threads, side by side.
+"""Compares the step times of one model on the CPU by the type of its weights, the ranks and the threads.
 
     python -m quire.benchmarks.model_variants --weights float32,bfloat16,int8,int4 --layouts 1x2
     python -m quire.benchmarks.model_variants --weights float32 --layouts 1x1,2x1,1x2
 
 A layout such as 2x1 is two ranks with one thread each; weights in 8 and 4 bits are measured on one rank only.
-All variants are loaded at a time and take turns, so that a disturbance of the machine meets all of them.
+All variants are loaded at the same time and take turns, so a disturbance of the machine affects all of them.
 Sequences have 128 tokens of context. The table has the medians of the forward passes and the packed weights
-of rank 0, each with its ratio to the first variant. The ceiling of small batches comes first: the time to
-read all weights from memory once.
+of rank 0, each with its ratio to the first variant. The first line has the ceiling of small batches: the time
+to read all weights from memory once.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure(model: Path, variants: list[Variant], num_rounds: int) -> list[dict[
         llms = {variant: stack.enter_context(variant.load(model)) for variant in variants}
         times: dict[Variant, dict[str, list[float]]] = {variant: defaultdict(list) for variant in variants}
         for index, variant in turns(variants, num_rounds, warm_up=0):
-            # This number belongs to the process, and the last variant to be loaded has set its own.
+            # The number of threads belongs to the process, and the variant that was loaded last has set it.
             torch.set_num_threads(variant.num_threads)
             for batch in BATCHES:
                 times[variant][f"decode {batch}"] += _decode(llms[variant].engine, batch)

@@ -1,9 +1,9 @@
-"""The simulator beside a live stack of the same shape: calibrated on it, then both replay the same requests.
+"""Compares the simulator with a live stack: it is calibrated on the stack, and both replay the same requests.
 
     python -m quire.benchmarks.simulator --seconds 10
 
-Two prefill and two decode workers of the demo model on this machine. The table has what was measured and what
-was predicted.
+The stack has two prefill and two decode workers of the demo model on this machine. The table has the measured
+and the predicted figures.
 """
 
 from __future__ import annotations

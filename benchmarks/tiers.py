@@ -1,17 +1,17 @@
-"""Conversations whose blocks exceed the pool: what host memory and disk below it save.
+"""Measures what host memory and disk save if the blocks of conversations exceed the pool.
 
     python -m quire.benchmarks.tiers --conversations 8 --turns 3
 
-Conversations begin with 760 tokens and go on with 40 in each turn; answers have 8. Every one takes its next
-turn after all others have taken theirs, the worst case of a cache that evicts what was least recently used.
-One request runs at a time, on a random model of 7 M parameters. Time to the first token is that of all turns
-but the first, in the engine, without a network. The disk is read cold: its files leave the page cache before
-each round of turns.
+Conversations begin with 760 tokens and add 40 in each turn; answers have 8. A conversation takes its next
+turn after all others have taken theirs, which is the worst case of a cache that evicts the least recently
+used blocks. One request runs at a time, on a random model of 7 M parameters. The time to the first token is
+that of all turns except the first, in the engine, without a network. The disk is read cold: before each round
+of turns, its files are dropped from the page cache.
 
 "computed" forgets every block between requests. "pool holds all" has a pool that never evicts, and is what
-the tiers would cost if moving blocks were free. A tier's ceiling is that time, and the bytes that came back
-divided by the bandwidth of a plain copy in memory, or of plain cold reads of files of a block's size. All
-rows draw the same tokens, or the program fails.
+the tiers would cost if moving blocks were free. The ceiling of a tier is that time plus the time of its
+returned bytes at the bandwidth of a plain copy in memory, or of plain cold reads of files of a block's size.
+The program fails unless all rows sample the same tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Options:
 
 
 class Setup(NamedTuple):
-    """Blocks of each tier, and whether blocks are kept from one request to the next."""
+    """Number of blocks of each tier, and whether blocks are reused by later requests."""
 
     name: str
     num_pool: int
@@ -144,7 +144,7 @@ def converse(model: LoadedModel, setup: Setup, folder: Path, num_conversations: 
 
 
 def drop_page_cache(folder: Path) -> None:
-    """Write files to the disk and forget them in memory."""
+    """Write files to the disk and drop them from memory."""
     for path in folder.glob("*.kv"):
         descriptor = os.open(path, os.O_RDONLY)
         try:

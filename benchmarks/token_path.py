@@ -1,4 +1,4 @@
-"""The CPU time that a streamed token takes between the engine and the client.
+"""Measures the CPU time that a streamed token takes between the engine and the client.
 
     python -m quire.benchmarks.token_path --clients 1,16,64 --tokens 200 --rounds 3
 
@@ -56,7 +56,7 @@ class Options:
 
 
 class Cost(NamedTuple):
-    """What one round took."""
+    """The times of one round."""
 
     tokens_per_second: float
     messages_per_token: float
@@ -65,7 +65,7 @@ class Cost(NamedTuple):
 
 
 async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
-    """Let clients stream one answer each, and return what that took."""
+    """Let clients stream one answer each, and return the times."""
     worker = next(iter(stack.workers.values())).process.pid
     routers = [Path(f"/proc/{child.process.pid}/stat") for child in stack.routers.values()]
     stats = [routers, [Path(f"/proc/{worker}/task/{worker}/stat")]]
@@ -78,7 +78,7 @@ async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tok
 
 
 def over_grpc(channels: Sequence[grpc.aio.Channel]) -> Stream:
-    """Return what streams an answer over gRPC, over each connection in turn."""
+    """Return a function that streams an answer over gRPC, on each connection in turn."""
     stubs = cycle([pb_grpc.GenerationServiceStub(channel) for channel in channels])
 
     async def stream(num_tokens: int) -> int:
@@ -93,7 +93,7 @@ def over_grpc(channels: Sequence[grpc.aio.Channel]) -> Stream:
 
 
 def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
-    """Return what streams an answer over HTTP."""
+    """Return a function that streams an answer over HTTP."""
 
     async def stream(num_tokens: int) -> int:
         body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
@@ -105,7 +105,7 @@ def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
 
 
 async def bare_microseconds(num_streams: int) -> float:
-    """Return the CPU time per message of a gRPC server in a process of its own, which only sends them."""
+    """Return the CPU time per message of a gRPC server, in a separate process, that only sends messages."""
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_serve_bare, args=(there,), daemon=True)
     process.start()
@@ -150,7 +150,7 @@ def _serve_bare(pipe: Connection) -> None:
 
 
 async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
-    """Yield the name of each API and what streams over it."""
+    """Yield the name of each API and a function that streams over it."""
     async with AsyncExitStack() as channels:
         # Each connection belongs to one router process, so several processes need several connections.
         number = 1 if len(stack.routers) == 1 else CONNECTIONS_PER_PROCESS * len(stack.routers)

@@ -1,15 +1,15 @@
-"""Push throughput between two processes: in messages, out of a shared pool and by NIXL, beside ceilings.
+"""Measures push throughput between two processes: in messages, out of a shared pool, and with NIXL.
 
     python -m quire.benchmarks.transfer --mebibytes 256 --repeats 5
 
-Sender and receiver are separate processes on one host. The sender's blocks are in a pool; every way
-brings them into the receiver's memory and checks the digest of each. In messages ("clear", or encrypted), a
-block is digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS
-the receiver shows a certificate, with mutual TLS, as between workers, both do. Out of the shared pool, the
-receiver copies a block once and checks the copy; the sender digests it for each push ("shared") or has kept
-its digest since it was first sent ("shared, digests kept"). By NIXL, if it is installed, the receiver READs
-blocks into a slab, copies them and checks the copies; the sender digests them for each push. UCX chooses what
-carries them, within what the environment allows (``UCX_TLS``, ``UCX_NET_DEVICES``).
+Sender and receiver are separate processes on one host. The sender's blocks are in a pool; every way brings
+them into the receiver's memory and checks the digest of each. In messages ("clear", or encrypted), a block is
+digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS the
+receiver shows a certificate; with mutual TLS, as between workers, both do. Out of the shared pool, the
+receiver copies a block once and checks the copy; the sender digests it for each push ("shared"), or only when
+it is first sent ("shared, digests kept"). With NIXL, if it is installed, the receiver READs blocks into a
+slab, copies them and checks the copies; the sender digests them for each push. UCX chooses the network among
+those that the environment allows (``UCX_TLS``, ``UCX_NET_DEVICES``).
 
 The ceilings check nothing: ``sendall`` and ``recv_into`` of 2 MiB buffers over TCP and over a Unix socket,
 and a copy of the pool in one thread. All ways take turns; medians count. CPU seconds are those of both
@@ -91,7 +91,7 @@ def layout(num_layers: int) -> KvLayout:
 
 
 class MemorySink:
-    """A receiver that copies all blocks into the same window of memory, repeatedly."""
+    """A receiver that repeatedly copies blocks into the same window of memory."""
 
     epoch = EPOCH
 
@@ -252,7 +252,7 @@ class SenderPool:
     """The sender's blocks: memory that the receiver may map, and the digests of its blocks by their size."""
 
     def __init__(self, num_bytes: int) -> None:
-        # It loads torch, which the receiving process does without.
+        # It loads torch, which the receiving process does not need.
         from quire.engine.kv_cache.shared_memory import allocate_shared
 
         memory = allocate_shared(num_bytes)

@@ -2,8 +2,8 @@
 
     python -m quire.benchmarks.tune_kernels --head-dim 64,128 --block-size 16 --dry-run
 
-Each candidate that compiles without spills is timed on a few steps; the one with the least geometric mean of
-times replaces the row of this GPU's architecture. Rows of other architectures stay.
+Each candidate that compiles without spills is timed on a few steps; the one with the lowest geometric mean of
+times replaces the row of this GPU's architecture. Rows of other architectures do not change.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def candidates(row: AttentionConfig) -> Iterator[AttentionConfig]:
 
 
 def make_steps(row: AttentionConfig) -> Iterator[tuple[Model, Step, torch.Tensor | None]]:
-    """Yield steps with blocks as the row is for, and their scales."""
+    """Yield steps with blocks that match the row, and their scales."""
     dtype = torch.float32 if row.kv_bits == 32 else torch.bfloat16
     model = Model(32, 8, row.head_dim, row.block_size, dtype)
     for num_seqs, new_tokens, seq_len in STEPS[row.kernel]:
@@ -120,7 +120,7 @@ def tune(row: AttentionConfig) -> tuple[AttentionConfig, float]:
 
 
 def write_table(rows: list[AttentionConfig]) -> None:
-    """Write one row to a line, in order."""
+    """Write the rows in order, one per line."""
     rows = sorted(rows, key=lambda row: (row.arch, row.kernel, row.kv_bits, row.head_dim, row.block_size))
     lines = ",\n".join(f"  {json.dumps(asdict(row))}" for row in rows)
     TABLE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

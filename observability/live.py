@@ -1,4 +1,4 @@
-"""Puts load on a stack under a real Prometheus, so that everything happens that dashboards and alerts show.
+"""Puts load on a stack under a real Prometheus, so that all events of dashboards and alerts occur.
 
     python -m quire.observability.live  # which expressions are empty or not numbers
 
@@ -121,7 +121,7 @@ def _stack_config(base: int, disk: str) -> LocalStackConfig:
 
 @contextmanager
 def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
-    """Start everything, put load on it for about ``seconds``, and yield the Prometheus that watched."""
+    """Start everything, put load on it for about ``seconds``, and yield the Prometheus that scraped it."""
     base = free_ports(NUM_WORKERS + 1)
     addresses = [f"127.0.0.1:{base + index}" for index in range(NUM_WORKERS + 1)]
     jobs = {"router": addresses[:1], "prefill": addresses[1:3], "decode": addresses[3:]}

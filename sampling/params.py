@@ -14,7 +14,7 @@ MAX_SEQUENCES = 64
 """Most sequences of one request."""
 
 MIN_BUDGET_BLOCKS = 3
-"""Fewest blocks of a KV budget: the one being filled, the newest full one, and one that is chosen."""
+"""Fewest blocks of a KV budget: the one being filled, the newest full one, and one by importance."""
 
 EarlyStopping: TypeAlias = Literal[True, False, "never"]
 """When a beam search ends: see ``BeamParams``."""
@@ -88,7 +88,7 @@ class CommonParams:
         float,
         Parameter("sampling.typical_p", _SHARE, "Keep tokens of about average surprise, up to this sum."),
     ] = 1.0
-    """Keep the tokens whose surprise is nearest to the expected one, up to this sum of probabilities."""
+    """Keep the tokens whose negative logprob is nearest to the entropy, up to this sum of probabilities."""
     presence_penalty: Annotated[
         float, Parameter("sampling.presence_penalty", _PENALTY, "Avoid tokens that the answer has.")
     ] = 0.0
@@ -192,7 +192,7 @@ class SamplingParams(CommonParams):
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What becomes of the sampled tokens: which answers a client gets, and in what form.
+    """How a client gets the sampled tokens: which answers, and in what form.
 
     Raises:
         ParameterError: a value is outside its range.

@@ -42,7 +42,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How users give the value of one field.
+    """How users set one field.
 
     Attributes:
         flag: the option, such as ``--max-num-seqs``; a name without dashes is a positional argument.
@@ -52,7 +52,7 @@ class Setting:
         maximum: the largest value; None: no limit.
         shown_default: text that ``--help`` shows instead of the default.
         is_size: whether the value is a number of bytes, which users write as 512MiB.
-        problem: returns why a value cannot be right, as the end of a sentence, or None.
+        problem: returns why a value is invalid, as the end of a sentence, or None.
     """
 
     flag: str
@@ -134,7 +134,7 @@ def check_settings(config: Any, name_of: Callable[[str], str] | None = None) -> 
     """Check every setting of a configuration against its choices and limits.
 
     Args:
-        name_of: returns what a message calls a field; by default its flag.
+        name_of: returns a field's name in messages; by default its flag.
 
     Raises:
         ValueError: a value is not allowed.

@@ -39,7 +39,7 @@ class BlockCache:
         return len(block_hashes)
 
     def store(self, block_hashes: Sequence[bytes], num_kept: int = 0) -> list[bytes]:
-        """Cache blocks, and evict blocks until they and ``num_kept`` others fit; return those to publish."""
+        """Cache blocks, and evict others until these and ``num_kept`` more fit; return those to publish."""
         new = [each for each in block_hashes if each not in self._blocks]
         for each in reversed(block_hashes):
             self._blocks[each] = None

@@ -44,7 +44,8 @@ class Job:
 class Server:
     """A worker: its cache, its queue of prompts, its sequences, and the router's account of it.
 
-    Prompts are computed one after another. In a real batch of several prompts, the last takes as long.
+    Prompts are computed one after another. In a real batch of several prompts, the last one takes as long as
+    here.
 
     Sequences decode together, one token of each in a step. Progress is the number of tokens that a sequence
     would have had since the beginning. All sequences advance equally, so a sequence ends when the progress

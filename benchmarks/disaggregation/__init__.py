@@ -1,1 +1,1 @@
-"""Separate workers for prompts and answers beside one worker for both, on the same processors."""
+"""Compares separate workers for prompts and answers with one worker for both, on the same processors."""

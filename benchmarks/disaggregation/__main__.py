@@ -1,14 +1,14 @@
-"""When separate prefill and decode workers are faster than one worker for both, on the same processors.
+"""Finds when separate prefill and decode workers are faster than one worker, on the same processors.
 
     python -m quire.benchmarks.disaggregation
     python -m quire.benchmarks.disaggregation --prompt-tokens 128,2048 --seconds 20 --rounds 3
 
-Each contender is a stack of ``quire serve`` with a random Llama: one colocated worker with all processors,
-and one prefill and one decode worker (1P1D) that divide them, the latter with the default of
-``--local-prefill-tokens``, with 0, and without a limit. Requests arrive at random times (Poisson), the same
-for all contenders. The loads are shares of the rate that the colocated worker completes at most, which is
-measured first for each prompt length. The contenders take turns, and those not on turn are stopped (SIGSTOP).
-The table has the medians over the rounds; a winner is ahead by 5 % at least.
+Each contender is a stack of ``quire serve`` with a random Llama. One has a single colocated worker with all
+processors. The others have one prefill and one decode worker (1P1D) that divide the processors, with the
+default of ``--local-prefill-tokens``, with 0, and without a limit. Requests arrive at random times (Poisson),
+which are the same for all contenders. For each prompt length, the highest rate of the colocated worker is
+measured first; the loads are shares of this rate. The contenders take turns, and all others are stopped
+(SIGSTOP) meanwhile. The table has the medians over the rounds. A winner is ahead by at least 5 %.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOADS = {"light": 0.25, "medium": 0.5, "heavy": 0.8}
 NUM_REQUESTS_AT_CAPACITY = 12
 CONCURRENCY_AT_CAPACITY = 6
 MIN_REQUESTS = 8
-"""Fewest requests of a round, however long they take."""
+"""Fewest requests of a round, regardless of their duration."""
 
 
 class Contender(NamedTuple):
@@ -127,7 +127,7 @@ def _cell(
     num_requests = max(MIN_REQUESTS, round(rate * options.seconds))
     rounds: dict[str, list[Figures]] = {name: [] for name in servers}
     for index, name in turns(servers, options.rounds, warm_up=0):
-        # Every round has prompts of its own, so that no prefix cache helps.
+        # Every round has different prompts, so that no prefix cache helps.
         seed = prompts.seed + 1 + index * len(LOADS) + list(LOADS).index(load)
         config = replace(prompts, rate=rate, num_requests=num_requests, seed=seed)
         figures = figures_of(asyncio.run(_run(name, servers[name], config)))

@@ -1,4 +1,4 @@
-"""Who is faster at which prompt length and load, and where that puts ``--local-prefill-tokens``."""
+"""Reports the fastest contender at each prompt length and load, and the best ``--local-prefill-tokens``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIE = 0.05
 
 
 class Figures(NamedTuple):
-    """What the clients of one round measured, in milliseconds; a request ends with its last token."""
+    """The clients' figures of one round, in milliseconds. A request ends with its last token."""
 
     ttft_p50: float
     ttft_p99: float
@@ -76,10 +76,10 @@ def winners(cell: Cell) -> list[str]:
 
 
 def switch(cells: Sequence[Cell]) -> int:
-    """Return the best ``--local-prefill-tokens`` among the prompt lengths; 0 if D should compute none.
+    """Return the best ``--local-prefill-tokens`` among the prompt lengths; 0 if D should compute no prompts.
 
-    D may compute a prompt length if, in most of its loads, the median request then takes no longer than when
-    P computes all prompts, and if the same is true of all shorter lengths.
+    D should compute prompts of a length if, at most loads, the median request then takes no longer than when
+    P computes all prompts. The same must be true of all shorter lengths.
     """
     best = 0
     for prompt_tokens, group in groupby(cells, lambda cell: cell.prompt_tokens):
@@ -94,7 +94,7 @@ def switch(cells: Sequence[Cell]) -> int:
 
 
 def table_of(cells: Sequence[Cell]) -> Table:
-    """Return the table of all cells: a row for each contender, and one for who wins."""
+    """Return the table of all cells: a row for each contender, and a row with the winner."""
     rows: list[dict[str, Any]] = []
     for cell in cells:
         case = {"prompt": cell.prompt_tokens, "load": f"{cell.load}, {cell.rate:.2f}/s"}

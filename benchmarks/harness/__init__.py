@@ -1,1 +1,1 @@
-"""What the benchmark programs share: options, rounds in turns, tables, a report, and small models."""
+"""Code that the benchmark programs share: options, rounds in turns, tables, a report, and small models."""

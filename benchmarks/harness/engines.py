@@ -1,4 +1,4 @@
-"""Engines on the CPU, with a model or without one."""
+"""Makes engines on the CPU, with or without a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_engine(
     num_swap_blocks: int = 0,
     **parts: Any,
 ) -> Engine:
-    """Return an engine with a pool of blocks, and with ``EngineParts`` by their names."""
+    """Return an engine with a pool of blocks, and with the named ``EngineParts``."""
     shape = model.kv_shape(block_size)
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
     if num_swap_blocks:
@@ -67,7 +67,7 @@ def make_engine(
 
 
 def as_sequence(index: int, prompt: list[int], params: SamplingParams, root: bytes | None = None) -> Sequence:
-    """Return a request; without a ``root`` of hashes that others have too, it shares no block with them."""
+    """Return a request. It shares blocks only with requests that have the same ``root`` of hashes."""
     own = index.to_bytes(16, "little")
     return Sequence(str(index), list(prompt), len(prompt), params, own if root is None else root)
 

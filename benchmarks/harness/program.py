@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 
 class CannotRunError(Exception):
-    """This machine lacks what the benchmark needs; the message is a sentence that says what."""
+    """The benchmark cannot run on this machine; the message is a sentence that says why."""
 
 
 class FailedError(Exception):
-    """What was to be measured failed or gave wrong tokens; the message says how."""
+    """The measured code failed or gave wrong tokens; the message says how."""
 
 
 class Picture(Protocol):
@@ -49,11 +49,11 @@ class Picture(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """What a program found.
+    """The results of a program.
 
     Attributes:
         printed: the tables and lines that are printed.
-        results: what the line of JSON has beside the options.
+        results: the content of the line of JSON, in addition to the options.
         pictures: pictures by the names of their files.
         is_failed: whether the exit status is 1.
     """
@@ -65,7 +65,7 @@ class Report:
 
 
 class Program(Generic[T]):
-    """A command, to be called with its words; those of the process are the default.
+    """A command. It is called with its arguments, by default with those of the process.
 
     It has an option for each field of the options, and ``--out FOLDER``, which writes the line of JSON and
     the pictures to files. The exit status is 1 if something failed, and 2 if this machine cannot run it.
@@ -85,7 +85,8 @@ class Program(Generic[T]):
     def __call__(self, words: Sequence[str] | None = None) -> None:
         """Measure, print the tables and the line of JSON, and exit if something failed."""
         options, out = self._parse(words)
-        # Both must end the processes that a benchmark started, and scripts in the background ignore SIGINT.
+        # SIGINT and SIGTERM must both end the processes that a benchmark started, and background scripts
+        # ignore SIGINT.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
         try:
@@ -139,7 +140,7 @@ def program(measure: Callable[[T], Report]) -> Program[T]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: named tuples and dataclasses become objects, and paths become text."""
+    """Convert a value to JSON's types: named tuples and dataclasses become objects, and paths become text."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     elif is_dataclass(value) and not isinstance(value, type):

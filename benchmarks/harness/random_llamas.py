@@ -1,4 +1,4 @@
-"""Random Llamas, which are saved once in Hugging Face format and then found there."""
+"""Makes random Llamas, saves them once in Hugging Face format, and finds them there later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 CACHE = Path("~/.cache/quire/benchmarks").expanduser()
-"""Folder of what benchmarks keep from one run to the next."""
+"""Folder of the files that benchmarks reuse in later runs."""
 SIZES = {
     "tiny": {
         "vocab_size": 320,
@@ -53,11 +53,11 @@ SIZES = {
 def random_llama(
     size: str, folder: Path = CACHE, dtype: torch.dtype = torch.float32, *, max_length: int = 4096
 ) -> Path:
-    """Return the folder of a random Llama with a tokenizer of bytes; make it unless it is there.
+    """Return the folder of a random Llama with a byte tokenizer; make it if it does not exist.
 
     Args:
         size: one of ``SIZES``.
-        folder: where models are kept.
+        folder: folder of all models.
         dtype: dtype of the weights.
         max_length: most tokens of a sequence, unless the size has its own.
     """

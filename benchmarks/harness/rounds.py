@@ -1,4 +1,4 @@
-"""Rounds in which the contenders take turns, and times."""
+"""Runs rounds in which the contenders take turns, and measures times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Figures = TypeVar("Figures", bound=tuple[Any, ...])
 def turns(contenders: Iterable[T], num_rounds: int, *, warm_up: int = 1) -> Iterator[tuple[int, T]]:
     """Yield (round, contender) for each turn; another contender begins each time.
 
-    So what slows the machine for a while slows all contenders. Rounds below 0 only warm up.
+    A temporary disturbance of the machine therefore slows all contenders. Rounds below 0 only warm up.
     """
     order = list(contenders)
     for index in range(-warm_up, num_rounds):
@@ -33,7 +33,7 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 def best_seconds(
     call: Callable[[], object], *, prepare: Callable[[], object] = lambda: None, seconds: float = 0.5
 ) -> float:
-    """Return the shortest of the calls that fit into a time, since other work on the machine only adds.
+    """Return the shortest time of the calls that fit into a period, since other work only adds time.
 
     ``prepare`` runs before each call and does not count.
     """

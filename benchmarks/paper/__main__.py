@@ -3,7 +3,7 @@
     python -m quire.benchmarks.paper --out benchmarks/results/paper
     python -m quire.benchmarks.paper memory_use sharing --quick
 
-Each experiment prints a table with the paper's numbers beside ours, and draws a picture.
+Each experiment prints a table with our numbers and the paper's, and draws a picture.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The allocators of the paper's baselines: a request gets one contiguous run of token slots, ahead of time.
+"""The allocators of the paper's baselines: a request gets one contiguous run of token slots before it begins.
 
 Orca's three variants reserve slots for the whole output before it is known, with a buddy allocator (paper,
 section 6.1): Max for the longest sequence of the model, Pow2 for the true output rounded up to a power of
-two, Oracle for exactly the true output, which no real system knows. FasterTransformer forms a static batch of
-longest sequences, and takes the next batch when all have ended.
+two, Oracle for exactly the true output, which no real system knows. FasterTransformer forms a static batch,
+reserves the longest sequence for each request, and begins the next batch when all have ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BuddyAllocator:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that are in no allocated run."""
+        """Number of slots outside all allocated runs."""
         return sum(len(starts) << order for order, starts in self._free.items())
 
     def allocate(self, num_slots: int) -> int | None:
@@ -53,9 +53,10 @@ class BuddyAllocator:
         return 1 << self._order_of[start]
 
     def free(self, start: int) -> None:
-        """Give a run back and merge it with its buddy as long as that is free too."""
+        """Free a run, and merge it with its buddy, and so on, as long as the buddy is free."""
         order = self._order_of.pop(start)
-        # Runs are aligned to their length: the pool is cut from the largest power of two to the smallest.
+        # Runs are aligned to their length, since the pool is split from the largest power of two to the
+        # smallest.
         while (buddy := start ^ (1 << order)) in self._free.get(order, ()):
             self._free[order].remove(buddy)
             start, order = min(start, buddy), order + 1
@@ -63,27 +64,27 @@ class BuddyAllocator:
 
 
 class AdmissionPolicy(Protocol):
-    """Decides which requests may run at once, by the memory that it reserves for them."""
+    """Decides which requests may run together, by the memory that it reserves for them."""
 
     @property
     def reserved(self) -> Mapping[int, int]:
         """Slots that the policy keeps for each request, without the allocator's rounding."""
 
     def place(self, index: int, request: Request) -> bool:
-        """Reserve memory for a request; False if it has to wait."""
+        """Reserve memory for a request; return False if it has to wait."""
 
     def close(self) -> None:
-        """Note that a step begins with what has been placed."""
+        """Record that a step begins with the placed requests."""
 
     def finish(self, index: int) -> None:
-        """Note that a request has ended."""
+        """Record that a request has ended."""
 
 
 Reservation = Callable[[Request], int]
 
 
 class Contiguous:
-    """One run of a buddy allocator for each request, given back when it ends: Orca's continuous batches."""
+    """Orca's continuous batches: each request gets one run of a buddy allocator, and frees it at its end."""
 
     def __init__(self, num_slots: int, reservation: Reservation) -> None:
         self._buddies = BuddyAllocator(num_slots)
@@ -92,7 +93,7 @@ class Contiguous:
         self.reserved: dict[int, int] = {}
 
     def place(self, index: int, request: Request) -> bool:
-        """Reserve a run; False if no free one is long enough."""
+        """Reserve a run; return False if no free run is long enough."""
         num_slots = self._reservation(request)
         start = self._buddies.allocate(num_slots)
         if start is None:
@@ -102,16 +103,16 @@ class Contiguous:
         return True
 
     def close(self) -> None:
-        """Nothing to do: requests join at every step."""
+        """Do nothing: requests join at every step."""
 
     def finish(self, index: int) -> None:
-        """Give the run back."""
+        """Free the run."""
         self._buddies.free(self._starts.pop(index))
         del self.reserved[index]
 
 
 class StaticBatch:
-    """Requests of the longest length; none joins a batch that runs, all give their memory back at once."""
+    """Reserves the longest length for each request. None joins a running batch; all free memory together."""
 
     def __init__(self, num_slots: int, max_length: int) -> None:
         self._batch_size = num_slots // max_length
@@ -129,11 +130,11 @@ class StaticBatch:
         return True
 
     def close(self) -> None:
-        """Begin to run the batch, which no request joins until all in it have ended."""
+        """Begin to run the batch. No request joins it until all of its requests have ended."""
         self._is_closed = bool(self.reserved)
 
     def finish(self, index: int) -> None:
-        """Note an end; the last gives the memory of all back."""
+        """Record the end of a request; the last one frees the memory of all."""
         self._num_left -= 1
         if not self._num_left:
             self.reserved.clear()
@@ -146,7 +147,7 @@ def reserve_pow2(request: Request) -> int:
 
 
 def reserve_oracle(request: Request) -> int:
-    """Return what the request will really use."""
+    """Return the number of tokens that the request will really use."""
     return request.num_input + request.num_output
 
 

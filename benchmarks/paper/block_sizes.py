@@ -1,8 +1,8 @@
-"""Throughput by block size, pool bytes equal (the paper's figure 18b).
+"""Measures throughput by block size, with the same pool bytes (the paper's figure 18b).
 
-Small blocks cost the kernels and the scheduler time, large ones waste memory, so that fewer requests fit. All
+Small blocks cost the kernels and the scheduler time. Large blocks waste memory, so fewer requests fit. All
 requests wait from the start; the pool has 2048 token slots and is never large enough for all of them. The
-sizes take turns, and of several runs the fastest counts: what else the machine does only slows.
+sizes take turns, and the fastest of several runs counts, since other work on the machine only adds time.
 """
 
 from __future__ import annotations

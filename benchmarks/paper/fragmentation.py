@@ -1,4 +1,4 @@
-"""What each token slot of a KV pool is used for; the causes of waste as in the paper's figure 2."""
+"""Counts the token slots of a KV pool by use, with the causes of waste in the paper's figure 2."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class SlotUse(NamedTuple):
     """Token slots by use, or the sum over many steps.
 
     Attributes:
-        states: hold the keys and values of a token of a request that has not ended.
-        reserved: will hold one before their request ends.
-        internal: are kept for a request that will never use them.
-        external: are in no request's reservation: free, or lost to the allocator's rounding.
+        states: slots with the keys and values of a token of a request that has not ended.
+        reserved: slots that will contain a token before their request ends.
+        internal: slots that are reserved for a request that will never use them.
+        external: slots outside all reservations: free, or lost to the allocator's rounding.
     """
 
     states: int
@@ -26,12 +26,12 @@ class SlotUse(NamedTuple):
     external: int
 
     def plus(self, other: SlotUse) -> SlotUse:
-        """Add use by use."""
+        """Return the sums of each use."""
         return SlotUse(*(a + b for a, b in zip(self, other, strict=True)))
 
     @property
     def percent(self) -> tuple[float, ...]:
-        """Each use as a part of all slots."""
+        """Each use as a share of all slots."""
         return tuple(100 * count / sum(self) for count in self)
 
 
@@ -39,7 +39,8 @@ def account(reservations: Iterable[tuple[int, int, int]], num_slots: int) -> Slo
     """Sort a pool's slots by use.
 
     Args:
-        reservations: of each request, the slots (reserved, that hold a token, that will ever hold one).
+        reservations: for each request, the numbers of slots (reserved, with a token, that will ever have a
+            token).
         num_slots: of the whole pool.
     """
     states = later = never = 0
@@ -52,7 +53,7 @@ def account(reservations: Iterable[tuple[int, int, int]], num_slots: int) -> Slo
 
 
 class Load(NamedTuple):
-    """Sums over the steps of a run: of the slots' uses and of the requests that ran."""
+    """Sums, over the steps of a run, of the slots' uses and of the running requests."""
 
     use: SlotUse
     num_running: int
@@ -78,10 +79,10 @@ def is_steady(num_ended: int, num_requests: int) -> bool:
 
 
 def simulate(admission: AdmissionPolicy, requests: list[Request], num_slots: int) -> Load:
-    """Run requests that all wait from the start, a token of each placed one a step.
+    """Run requests that all wait from the start; each step gives every placed request one token.
 
-    Measured from the end of the first quarter of the requests, while any waits. A prompt takes one step. An
-    ended request whose memory is still kept uses none of it.
+    Steps count from the end of the first quarter of the requests, while any request waits. A prompt takes one
+    step. An ended request whose memory is not freed yet uses none of it.
     """
     waiting = deque(enumerate(requests))
     num_cached: dict[int, int] = {}
@@ -102,7 +103,7 @@ def simulate(admission: AdmissionPolicy, requests: list[Request], num_slots: int
             load = load.after(account(kept, num_slots), len(num_cached))
         for index in list(num_cached):
             num_cached[index] += 1
-            # The last token is drawn, but its keys and values are never computed.
+            # The last token is sampled, but its keys and values are never computed.
             if num_cached[index] == sum(requests[index]):
                 del num_cached[index]
                 admission.finish(index)

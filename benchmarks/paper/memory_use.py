@@ -1,9 +1,10 @@
-"""What KV memory is used for under load, and how many requests fit at once (the paper's figures 2 and 13).
+"""Measures the use of KV memory under load, and how many requests fit (the paper's figures 2 and 13).
 
 The pool has the 15.7 thousand token slots of the paper's OPT-13B on one A100. All requests wait from the
-start; every step is measured from when the first quarter have ended and while any waits. quire's figures come
-from its Engine: scheduler, block pool and block tables are the real ones, only the forward pass is left out,
-since it touches no ledger. The baselines' come from their allocators, under the same requests.
+start. Steps are measured after the first quarter of the requests has ended, while any request waits. quire's
+figures are from its engine with the real scheduler, block pool and block tables. Only the forward pass is
+left out, since it does not change the ledger. The baselines' figures are from their allocators, with the same
+requests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NUM_SLOTS = 15_680
 """Token slots of the pool: 980 blocks of 16."""
 BLOCK_SIZES = (16, 8, 4)
 PAPER_EFFECTIVE = {"Orca (Max)": 20.4, "Orca (Pow2)": 26.8, "Orca (Oracle)": 38.2, "quire, block 16": 96.3}
-"""Percent of slots that hold token states, figure 2; quire stands beside vLLM."""
+"""Percent of slots with token states in figure 2; quire is compared with vLLM."""
 PAPER_RUNNING = {
     "ShareGPT-like": {
         "Orca (Max)": 7.00,
@@ -43,11 +44,11 @@ PAPER_RUNNING = {
         "quire, block 16": 132.44,
     },
 }
-"""Requests in a batch, figure 13: at 2 and 30 requests a second, not with a full queue as here."""
+"""Requests in a batch in figure 13, at 2 and 30 requests a second; here the queue is full instead."""
 
 
 class MeasuringRunner:
-    """Stands for the forward pass: draws token 0 everywhere, and sees the ledger in the middle of a step."""
+    """Replaces the forward pass: samples token 0 everywhere, and reads the ledger in the middle of a step."""
 
     def __init__(self, engine: Engine, requests: list[Request]) -> None:
         self._engine = engine
@@ -56,7 +57,7 @@ class MeasuringRunner:
         self.load = EMPTY
 
     def move_blocks(self, schedule: Schedule) -> None:
-        """Nothing to move: the blocks hold nothing."""
+        """Do nothing, since the blocks have no content."""
 
     def prepare(self, scheduled: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Return the batch as it is."""
@@ -71,7 +72,7 @@ class MeasuringRunner:
         return self._logits[: len(scheduled)]
 
     def _slot_use(self, scheduled: list[ScheduledSequence]) -> SlotUse:
-        """Read the slots' uses off the block tables; what this step writes counts as written."""
+        """Count the slots' uses in the block tables. Tokens of this step count as written."""
         writes = {id(sequence): num_tokens for sequence, num_tokens in scheduled}
         block_size, pool = self._engine.memory.shape.block_size, self._engine.pool
         sequences = [s for group in self._engine.groups.values() for s in group.sequences if s.block_table]

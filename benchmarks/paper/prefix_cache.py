@@ -1,8 +1,8 @@
-"""Throughput with and without the prefix cache, when all prompts begin alike (the paper's figure 16).
+"""Measures throughput with and without the prefix cache, with a common prefix (the paper's figure 16).
 
-Prefixes of 80 and 341 tokens, one and five examples as in the paper, then 32 tokens of the request's own and
-32 generated. Without the cache every request has a root hash of its own, so no block is ever found again;
-everything else is the same. The first request of a run computes the prefix.
+The prefixes have 80 and 341 tokens, for one and five examples as in the paper. Each request adds 32 tokens
+and generates 32. Without the cache, every request has a different root hash, so no block is ever found again.
+Everything else is the same. The first request of a run computes the prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.sampling.params import SamplingParams
 
 PREFIXES = {"1 example": 80, "5 examples": 341}
 PAPER = {"1 example": 1.67, "5 examples": 3.58}
-"""Speed-up, over Orca (Oracle): sharing and paging together."""
+"""Speed-up over Orca (Oracle), by sharing and paging together."""
 OWN_TOKENS, OUTPUT_TOKENS = 32, 32
 
 
@@ -42,7 +42,7 @@ def requests_per_second(
 
 
 def run(*, quick: bool) -> Result:
-    """Measure both prefixes, with the cache and without, taking turns."""
+    """Measure both prefixes, with and without the cache in turns."""
     model, prompts = load_demo(), make_prompts()
     num_requests, repeats = (48, 1) if quick else (128, 5)
     requests_per_second(model, prompts, 80, 2, cached=True)  # compiles the kernels

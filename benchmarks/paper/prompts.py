@@ -15,7 +15,7 @@ Prompts = Callable[[int, int], list[int]]
 
 
 def make_prompts() -> Prompts:
-    """Return a writer of prompts: notes of the demo model's language, cut to the length."""
+    """Return a function that makes prompts: notes in the demo model's language, truncated to the length."""
     tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
     def prompt(length: int, seed: int) -> list[int]:

@@ -18,8 +18,8 @@ class Result(NamedTuple):
     """The outcome of one experiment.
 
     Attributes:
-        table: ours, and the paper's numbers in separate columns.
-        notes: what a reader of the table must know.
+        table: our numbers and the paper's, in separate columns.
+        notes: explanations for readers of the table.
         draw: draws the picture.
         raw: every number measured.
     """

@@ -1,15 +1,16 @@
-"""Requests a second at a bound on latency: paged memory against contiguous (the paper's figure 12).
+"""Compares the request rates of paged and contiguous memory at a latency bound (the paper's figure 12).
 
-All systems run on the same engine, kernels and demo model; the baselines differ in only one thing. A request
-is given to the engine when the baseline's allocator has placed it, oldest first, so at most as many requests
-run as the allocator could hold in the pool's bytes. The engine of a baseline has twice the blocks, so that
-its own paging never interferes. This favours the baselines: they get chunked prefill and the paged kernels,
-and FasterTransformer also gets a batch that shrinks as requests end.
+All systems run on the same engine, kernels and demo model. The baselines differ in only one thing: the engine
+gets a request when the baseline's allocator has placed it, the oldest first. At most as many requests run as
+the allocator can place in the pool's bytes. The engine of a baseline has twice as many blocks, so its own
+paging never interferes. This favours the baselines: they get chunked prefill and the paged kernels, and
+FasterTransformer also gets a batch that shrinks as requests end.
 
 The clock is discrete: it advances by the measured seconds of each engine step and jumps to the next arrival
-when nothing runs. Arrivals are Poisson. Lengths are ShareGPT-like at a quarter, as are the longest length and
+when nothing runs. Arrivals are Poisson. Lengths are a quarter of ShareGPT's. So are the longest length and
 the pool, so as many requests fit as with the paper's OPT-13B. Latency is normalized as in the paper: seconds
-from arrival to end by output tokens, averaged over requests. The bound is ten times that of a single request.
+from arrival to end, divided by output tokens, averaged over requests. The bound is ten times that of a single
+request.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PAPER = {"Orca (Max)": "2.7x to 8x", "Orca (Oracle)": "1.7x to 2.7x", "FasterTra
 
 
 class Paged:
-    """Admits everything at once: quire's own scheduler decides."""
+    """Admits all requests immediately: quire's own scheduler decides."""
 
     reserved: Mapping[int, int] = {}
 
@@ -106,7 +107,7 @@ def sustained_rate(curve: list[tuple[float, float]], bound: float) -> float:
 
 
 class Bench(NamedTuple):
-    """What all runs have in common."""
+    """The values that are the same in all runs."""
 
     model: LoadedModel
     write: Prompts

@@ -1,8 +1,8 @@
-"""KV memory saved by sharing blocks within a request (the paper's figure 15).
+"""Measures the KV memory that sharing blocks within a request saves (the paper's figure 15).
 
-The saving is 1 - (blocks in use / blocks if each sequence had its own), over all steps of a run of the real
-engine and the demo model. The use is read in the middle of a step, when shared blocks that are about to be
-written have been copied. Different requests share nothing.
+The saving is 1 - (used blocks / blocks without sharing), over all steps of a run of the real engine and the
+demo model. The use is read in the middle of a step, after shared blocks have been copied for writing.
+Different requests share nothing.
 """
 
 from __future__ import annotations

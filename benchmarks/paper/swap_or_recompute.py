@@ -1,7 +1,7 @@
-"""What it costs to bring a preempted request of 512 tokens back, by block size (the paper's figure 19a).
+"""Measures the cost of resuming a preempted request of 512 tokens, by block size (the paper's figure 19a).
 
-Swapping is the engine's own move of its blocks to host memory and back; recomputing is the engine's own steps
-over a prompt of the same tokens. On the CPU, host memory is memory like the pool's and no PCIe lies between.
+The engine swaps by moving the blocks to host memory and back, and recomputes by steps over a prompt of the
+same tokens. On the CPU, host memory is the same kind of memory as the pool's, without PCIe in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_TOKENS = 512
 
 
 class Cost(NamedTuple):
-    """Milliseconds, the least of several runs, since other work on the machine only adds time."""
+    """Milliseconds: the minimum of several runs, since other work on the machine only adds time."""
 
     swap_out: float
     swap_in: float

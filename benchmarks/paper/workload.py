@@ -1,4 +1,4 @@
-"""Requests with the lengths of the paper's two data sets, and when they arrive.
+"""Makes requests with the lengths of the paper's two data sets, and their times of arrival.
 
 The paper publishes only the means: ShareGPT 161 input and 338 output tokens, Alpaca 19 and 58. Lengths are
 sampled from log-normal distributions, with those means after truncation at the model's maximum; the widths
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_LENGTH = 2048
-"""Tokens of the longest sequence, as of the paper's OPT models."""
+"""Tokens of the longest sequence, as in the paper's OPT models."""
 
 
 class Request(NamedTuple):
-    """How many tokens a request brings and how many it will generate."""
+    """The numbers of tokens in a request's prompt and in its output."""
 
     num_input: int
     num_output: int
@@ -45,7 +45,7 @@ class Lengths:
         return Lengths(self.name, means, self.sigmas, int(self.max_length * factor))
 
     def draw(self, num_requests: int, seed: int = 0) -> list[Request]:
-        """Return requests; the same for the same arguments."""
+        """Return requests, which depend only on the arguments."""
         random = np.random.default_rng(seed)
         inputs, outputs = (
             _cut_log_normal(random.standard_normal(num_requests), mean, sigma, self.max_length // 2)
@@ -55,7 +55,7 @@ class Lengths:
 
 
 def _cut_log_normal(normal: np.ndarray, mean: float, sigma: float, longest: int) -> np.ndarray:
-    """Return lengths from 1 to ``longest`` whose mean is ``mean``: the location is found by bisection."""
+    """Return lengths from 1 to ``longest`` with this mean; bisection finds the distribution's location."""
 
     def lengths(location: float) -> np.ndarray:
         return np.clip(np.rint(np.exp(location + sigma * normal)), 1, longest)

@@ -1,11 +1,11 @@
-"""Tokens per second of quire, vLLM, llama.cpp and transformers on this CPU, in turns.
+"""Measures the tokens per second of quire, vLLM, llama.cpp and transformers on this CPU, in turns.
 
     python -m quire.benchmarks.peers --install        # once: virtual environments of vLLM and llama.cpp
     python -m quire.benchmarks.peers
     python -m quire.benchmarks.peers --models 7m --dtypes float32 --workloads mixed,one-stream --rounds 5
 
 Each side is a process that loads the model once, and is stopped (SIGSTOP) while it is another side's turn. A
-round runs a workload on each side in turn, starting with another side each time; before the first round each
+round runs a workload on each side in turn. Each round begins with another side. Before the first round, each
 side runs the workload once. The tables have the medians of tokens per second, and how many times faster quire
 is. ``prefill`` counts tokens of prompts, the others tokens of answers. transformers runs a static batch until
 its longest answer ends. Answers are greedy; ``first tokens`` is the share of answers whose first token is
@@ -64,7 +64,7 @@ COLUMNS = {
 
 
 class Side(Protocol):
-    """What answers requests: a ``SideProcess``."""
+    """Answers requests, like a ``SideProcess``."""
 
     def generate(self, requests: Requests) -> Answer:
         """Answer requests; raises ``SideFailedError``."""
@@ -111,7 +111,7 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
 def measure(
     workload: Workload, sides: Mapping[str, Side], vocab_size: int, num_rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a row for each side that ran a workload, and the reasons of the others."""
+    """Return a row for each side that ran a workload, and why the others did not."""
     answers: dict[str, list[list[int]]] = {}
 
     def run(side: str, index: int) -> Rate:

@@ -1,7 +1,7 @@
 """Sends requests to a server over HTTP or gRPC, and records when tokens arrive.
 
-The client shares the processors with the server, so over HTTP it does not decode the messages of a stream: it
-keeps the time at which each one arrived, and reads the token counts from the last one.
+The client shares the processors with the server. Over HTTP it therefore does not decode the messages of a
+stream: it records the time of each message, and reads the token counts from the last one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL = "model"
 CHECK_PROMPT, CHECK_TOKENS = [2, 3, 4], 2
 """A small request, which shows that a server answers."""
 TAIL_BYTES = 4096
-"""How much of a stream's end is kept: the message with the token counts fits."""
+"""Bytes of a stream's end that are kept, enough for the message with the token counts."""
 
 Send: TypeAlias = Callable[[Sequence[int], int, float], Awaitable[RequestRecord]]
 """Sends a prompt and a number of tokens, due at a time of ``time.perf_counter``; returns the record."""

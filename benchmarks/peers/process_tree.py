@@ -11,7 +11,7 @@ import psutil
 
 
 class ProcessTree:
-    """A process and its descendants, also those in process groups and sessions of their own.
+    """A process and its descendants, including those in other process groups and sessions.
 
     Descendants that were found once stay members after their parent has ended.
 
@@ -42,10 +42,10 @@ class ProcessTree:
 
     def kill(self) -> None:
         """Kill all processes, whether they are stopped or not."""
-        # Stopped processes start no others that the kill would miss.
+        # The processes are stopped first, so that none starts others that the kill would miss.
         self.stop()
         self._send_to_all(signal.SIGKILL)
-        # A process that its parent left behind before it was found is still in the group.
+        # A process whose parent ended before the process was found is still in the group.
         with suppress(ProcessLookupError):
             os.killpg(self._root.pid, signal.SIGKILL)
 

@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 class SideProcess:
-    """A side's process and those that it starts; leaving the ``with`` block ends them all.
+    """A side's process and those that it starts. The end of the ``with`` block ends all of them.
 
     They are stopped except while they load and generate. Threads that spin for a while after their last
     work would otherwise slow down the next side.

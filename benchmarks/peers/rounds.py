@@ -1,4 +1,4 @@
-"""Rounds of several sides, of which some may fail."""
+"""Runs rounds of several sides, some of which may fail."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run_rounds(
     Args:
         sides: names of the sides.
         num_rounds: number of rounds that count.
-        run: runs a turn, given the side and the round, and returns what it found; raises ``SideFailedError``.
+        run: runs a turn of a side in a round and returns its result; may raise ``SideFailedError``.
 
     Returns:
-        What each side found in each round, and the reasons of sides that failed, which have found nothing.
+        The results of each side in each round; for sides that failed, the reasons instead.
     """
     rounds: dict[str, list[Found]] = {side: [] for side in sides}
     failures: dict[str, str] = {}
@@ -46,9 +46,9 @@ def run_rounds(
 
 
 def ratios(own: Sequence[Figures], other: Sequence[Figures]) -> Figures:
-    """Return each figure divided by the other side's: the median of the rounds' ratios; 0 where that is 0.
+    """Return the median over the rounds of each figure divided by the other side's; 0 if that is 0.
 
-    Both figures of a ratio are of one round, so what slows the machine for a while changes both.
+    Both figures of a ratio are from the same round, so a temporary disturbance of the machine changes both.
     """
     rounds = []
     for mine, theirs in zip(own, other, strict=True):
@@ -58,12 +58,12 @@ def ratios(own: Sequence[Figures], other: Sequence[Figures]) -> Figures:
 
 
 class Comparison(NamedTuple):
-    """What one model in one type gave.
+    """The results of one model with one type of weights.
 
     Attributes:
         rows: one for each workload and side.
-        failures: what could not run, each with the reason.
-        versions: versions of the engines that ran, by side.
+        failures: the sides that could not run, each with the reason.
+        versions: versions of the engines, by side.
     """
 
     rows: list[dict[str, Any]]

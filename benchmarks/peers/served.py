@@ -1,4 +1,4 @@
-"""Servers of quire and vLLM on this CPU: tokens per second and latencies that one client measures, in turns.
+"""Compares servers of quire and vLLM on this CPU in turns, by tokens per second and latencies of one client.
 
     python -m quire.benchmarks.peers --install --sides vllm    # once
     python -m quire.benchmarks.peers.served
@@ -6,10 +6,10 @@
 
 The sides are ``quire serve`` with one worker for prompts and answers, over HTTP and over gRPC, ``quire
 serve`` with a prefill and a decode worker (``1p1d``), and vLLM's OpenAI server. Each server uses all
-processors, which it shares with the client, and is stopped (SIGSTOP) while it is another side's turn. A round
-sends a workload's requests to each side, all at once: prompts of token ids, streamed, greedy, past
-end-of-sequence tokens. Before the first round each side runs the workload once. The tables have the medians
-of the rounds, and how each side compares with vLLM in the same round.
+processors, which it shares with the client, and is stopped (SIGSTOP) while it is another side's turn. In a
+round, each side gets a workload's requests all at the same time. Prompts are token ids; answers are streamed,
+greedy, and continue after end-of-sequence tokens. Before the first round each side runs the workload once.
+The tables have the medians of the rounds, and how each side compares with vLLM in the same round.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload, setu
 from quire.cli.bench.summary import Summary
 
 BASELINE = "vllm"
-"""The side that all others are compared with."""
+"""The side with which all others are compared."""
 
 
 class Side(NamedTuple):
-    """A server and the way that the client talks to it."""
+    """A server, and the API that the client uses."""
 
     server: str
     connect: Callable[[Server], AbstractAsyncContextManager[Send]]
@@ -98,7 +98,7 @@ COLUMNS = {
 
 
 class Figures(NamedTuple):
-    """What the clients of one round measured; TPOT is 0 if no answer has a second token."""
+    """The clients' figures of one round; TPOT is 0 if no answer has a second token."""
 
     tokens_per_second: float
     ttft_p50_ms: float
@@ -160,10 +160,10 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
 def measure(
     workload: Workload, running: Mapping[str, Server], vocab_size: int, num_rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return a row for each side that ran a workload, and the reasons of the others."""
+    """Return a row for each side that ran a workload, and why the others did not."""
 
     def run(side: str, index: int) -> Figures:
-        # Two sides may share a server: the same prompts would be in its prefix cache the second time.
+        # Two sides may share a server, which would have the same prompts in its prefix cache the second time.
         requests = workload.requests(vocab_size, seed=(index + 1) * len(SIDES) + list(SIDES).index(side))
         figures = asyncio.run(run_turn(side, running[side], requests))
         show_progress(f"{workload.name}, round {index + 1}: {side} {figures}")

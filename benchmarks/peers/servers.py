@@ -1,4 +1,4 @@
-"""Starts servers of quire and vLLM, which run only while it is their turn."""
+"""Starts servers of quire and vLLM, which run only during their turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_SECONDS = 1200
 END_SECONDS = 10
 """Time in which a server may end by itself before it is killed."""
 TURN_SECONDS = 60
-"""Time in which a server must answer again after it was stopped."""
+"""Time limit for a server's first answer after it was stopped."""
 POLL_SECONDS = 0.1
 BLOCK_SIZE = 16
 
@@ -40,17 +40,17 @@ class Ports(NamedTuple):
 
 
 class Server:
-    """A server and all processes that it starts; leaving the ``with`` block ends them.
+    """A server and all processes that it starts. The end of the ``with`` block ends them.
 
     They are stopped except while they start and within ``turn``.
 
     Args:
-        command: what starts the server.
+        command: the command that starts the server.
         environment: variables to add to this process's own.
         ports: where it will listen.
         log: file for all that it prints.
-        ready_text: what it prints once all of its processes have started; empty: it has started once it
-            answers.
+        ready_text: text that it prints when all of its processes have started; if empty, it has started when
+            it answers.
 
     Raises:
         SideFailedError: it does not start here.
@@ -103,7 +103,7 @@ class Server:
         with self._tree.running():
             deadline = time.monotonic() + TURN_SECONDS
             async with http_sender(self.http_url) as send:
-                # A router that was stopped takes its workers for lost until it has heard from them again.
+                # A router that was stopped assumes that its workers are lost until they report again.
                 while (record := await send(CHECK_PROMPT, CHECK_TOKENS, time.perf_counter())).status != OK:
                     self._check(deadline, record.status)
                     await asyncio.sleep(POLL_SECONDS)
@@ -163,7 +163,7 @@ def quire_server(setup: Setup, log: Path, num_prefill: int, arguments: Sequence[
         "admin-port": 0,
     }
     full = [*command, *_flags(options), *arguments]
-    # The router answers before it knows all workers; a stack that is stopped then takes its start for failed.
+    # The router answers before it knows all workers. If the stack is stopped at this time, its start fails.
     return Server(full, {"HF_HUB_OFFLINE": "1"}, ports, log, ready_text="quire serves")
 
 

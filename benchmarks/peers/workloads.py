@@ -21,12 +21,12 @@ class Workload(NamedTuple):
     """Requests that are sent together.
 
     Attributes:
-        name: what the command line and the tables call it.
+        name: its name on the command line and in the tables.
         num_requests: number of requests.
         prompt_tokens: fewest and most tokens of a prompt, after the shared prefix.
         output_tokens: fewest and most tokens of an answer.
-        prefix_tokens: tokens that all prompts begin with.
-        counts: whose tokens per second are the result.
+        prefix_tokens: number of tokens with which all prompts begin.
+        counts: the tokens whose rate is the result.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The router and the index, which is seen from both of its sides."""
+"""The router and the index, from the reading and the writing side."""
 
 from __future__ import annotations
 

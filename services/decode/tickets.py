@@ -165,8 +165,7 @@ class PromisedBlocks:
 
     @property
     def _is_committed(self) -> bool:
-        """Whether the engine has admitted the sequence or is about to; False if the admission was cancelled.
-        """
+        """Whether the engine has admitted the sequence or is about to; False after a cancelled admission."""
         admission = self._admission
         if admission is None or admission.cancelled():
             return False

@@ -26,7 +26,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Names of tensors in GGUF by those in Hugging Face format, both without the layer and the ending."""
+"""Names of tensors in GGUF, by their names in Hugging Face format, without layers and endings."""
 
 
 def write_gguf(folder: Path, dtype: Dtype, path: Path) -> None:
@@ -34,7 +34,7 @@ def write_gguf(folder: Path, dtype: Dtype, path: Path) -> None:
 
     Args:
         folder: the model in Hugging Face format, in one file of float32 tensors.
-        dtype: type of matrices; vectors are always in float32, as llama.cpp wants.
+        dtype: type of matrices; vectors are always in float32, as llama.cpp requires.
         path: the file to write.
     """
     config = json.loads((folder / "config.json").read_text())

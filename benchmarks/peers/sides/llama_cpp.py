@@ -24,7 +24,7 @@ ERROR_LEVEL = 4
 
 
 class Row(NamedTuple):
-    """One token to compute, and whether its logits are wanted."""
+    """One token to compute, and whether its logits are needed."""
 
     token: int
     position: int
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def print_errors(level: int, text: bytes, user_data: object) -> None:
-    """Print errors only: llama.cpp's own function also prints lines for debugging in every step."""
+    """Print only errors: llama.cpp's own function also prints debug lines in every step."""
     if level == ERROR_LEVEL:
         print(text.decode(errors="replace"), end="", file=sys.stderr)
 
@@ -53,7 +53,7 @@ class Context:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = setup.max_num_seqs * setup.max_model_len
         params.n_seq_max = setup.max_num_seqs
-        # With separate caches, llama.cpp splits a batch wherever a sequence between others has ended.
+        # With separate caches, llama.cpp splits a batch at each sequence that has ended.
         params.kv_unified = True
         params.n_threads = params.n_threads_batch = setup.threads
         if setup.dtype == "float32":
@@ -101,7 +101,7 @@ class Context:
         return len(prefix)
 
     def _compute(self, rows: list[Row]) -> Iterator[tuple[int, int]]:
-        """Compute tokens; yield the sequences of those whose logits are wanted, each with its next token."""
+        """Compute tokens; for each one whose logits are needed, yield its sequence and the next token."""
         batch: Any = self._batch
         for start in range(0, len(rows), self._num_batch):
             part = rows[start : start + self._num_batch]
@@ -121,7 +121,7 @@ class Context:
 
 
 def load(setup: Setup) -> tuple[str, Generate]:
-    """Load the model from a GGUF file, which is written beside the model's folder if it is not there."""
+    """Load the model from a GGUF file next to the model's folder; write the file if it does not exist."""
     folder = Path(setup.model)
     model_file = folder.with_name(f"{folder.name}-{setup.dtype}.gguf")
     if not model_file.exists():

@@ -1,4 +1,4 @@
-"""What all sides share: they load a model once, then answer one line of JSON on stdin with one on stdout.
+"""The protocol of all sides: load a model once, then answer each line of JSON on stdin with one on stdout.
 
 The modules of this package run in environments without quire's dependencies, so they import only the standard
 library and the engine that they run.
@@ -18,7 +18,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Setup(NamedTuple):
-    """What a side loads; it comes as JSON in the first argument.
+    """The setup of a side, which is JSON in the first argument.
 
     Attributes:
         model: folder of the model, in Hugging Face format, with weights in float32.
@@ -36,7 +36,7 @@ class Setup(NamedTuple):
 
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
-"""Returns greedy answers to prompts, each with the given number of tokens, past end-of-sequence tokens."""
+"""Returns greedy answers of the given numbers of tokens to prompts, ignoring end-of-sequence tokens."""
 
 
 def serve(load: Callable[[Setup], tuple[str, Generate]]) -> None:
@@ -46,7 +46,7 @@ def serve(load: Callable[[Setup], tuple[str, Generate]]) -> None:
         load: returns the engine's version and the function that generates.
     """
     setup = Setup(**json.loads(sys.argv[1]))
-    # Engines print to stdout, too: only this copy of it carries answers.
+    # Engines print to stdout too, so only this copy of it is used for answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:

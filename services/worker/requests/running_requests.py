@@ -66,9 +66,7 @@ class RunningRequests:
         *,
         computes_prompt: bool = True,
     ) -> Iterator[Running]:
-        """Register the handler for ``abort``.
-
-        Free the request's blocks in the engine, however the handler ends.
+        """Register the handler for ``abort``. Free the request's blocks in the engine when the handler ends.
 
         Args:
             computes_prompt: whether the prompt is computed here; if so, ``record_computed`` must follow.
