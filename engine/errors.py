@@ -1,6 +1,6 @@
 """The errors of requests: some refuse a request when it arrives, others end it in a step.
 
-The engine goes on with the other requests in either case.
+In both cases the engine continues with the other requests.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
     call     HMAC-SHA256(secret, domain | "call"   | method | callee's epoch | caller | count)
     answer   HMAC-SHA256(secret, domain | "answer" | challenge | callee's epoch | callee's address)
 
-A caller signs each call. The epoch changes with each start of a worker, so a proof is valid only at that
-worker and until it restarts; the count makes it valid only once. The callee answers the caller's challenge.
-The answer contains the callee's address, so an intruder at another address cannot pass on a worker's answer.
-Each kind of proof has its own tag, so a proof cannot be sent back to the process that made it.
+A caller signs each call. The epoch changes with each start of a worker, so a proof is valid only for one
+start of one worker. The count makes it valid only once. The callee answers the caller's challenge. The answer
+contains the callee's address, so an intruder at another address cannot pass on a worker's answer. Each kind
+of proof has its own tag, so a proof cannot be sent back to the process that made it.
 """
 
 from __future__ import annotations

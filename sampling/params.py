@@ -199,7 +199,7 @@ class ResponseOptions:
     """
 
     best_of: Annotated[int | None, Parameter("sampling.best_of", Range(1, MAX_SEQUENCES))] = None
-    """Number of answers to sample, of which the most probable are returned; None returns all."""
+    """Number of answers to sample. The most probable ones are returned; None returns all."""
     stop_strings: Annotated[tuple[str, ...], Parameter("stopping.stop_strings", max_items=16)] = ()
     """Strings that end an answer."""
     keep_stop_string: Annotated[bool, Parameter("response.keep_stop_string")] = False

@@ -105,7 +105,7 @@ def _intercept(points: Sequence[Point]) -> float:
 
 
 class _Probe:
-    """Sends random prompts, no block of which is cached on any worker."""
+    """Sends random prompts. No worker has cached any of their blocks."""
 
     def __init__(self, client: AsyncClient, model: ModelInfo, rng: Random) -> None:
         self._client = client

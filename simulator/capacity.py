@@ -21,7 +21,7 @@ class Trial(NamedTuple):
 
 
 class NotWithinReach(ValueError):
-    """No cluster of the allowed size meets the objective; the message says how close the largest comes."""
+    """No cluster of the allowed size meets the objective. The message has the figures of the largest one."""
 
 
 def smallest_cluster(

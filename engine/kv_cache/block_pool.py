@@ -176,8 +176,8 @@ class BlockPool:
         """Record that a block is full and return the block to use instead of it.
 
         If another block holds the same tokens after the same prefix, the caller's reference moves to it and
-        the duplicate is freed: one hash has one block, so a cached child never outlives its parent. A block
-        whose parent is not in the pool gets no hash, since no prompt could find it.
+        the duplicate is freed. Each hash thus has only one block, and a cached child never outlives its
+        parent. A block whose parent is not in the pool gets no hash, since no prompt could find it.
 
         Args:
             block_id: the full block.

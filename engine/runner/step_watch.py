@@ -37,8 +37,8 @@ class StepWatch:
     """Measures how long an engine's thread has been in one step.
 
     The thread calls ``begin``, ``end_step`` and ``rest``; the event loop calls ``observe`` every
-    ``TICK_SECONDS``. Only observed time counts. A thread is therefore not stalled because the whole process
-    was stopped for a while, and it has more time on a busy machine.
+    ``TICK_SECONDS``. Only observed time counts. A thread therefore does not count as stalled if the whole
+    process was stopped for a while, and steps may take longer on a busy machine.
 
     Args:
         max_seconds: seconds in one step after which the thread is stuck.

@@ -102,7 +102,7 @@ class FairBlocks:
         return group if may_start and group.arrival <= oldest_transfer.arrival else None
 
     def _num_needed_blocks(self, group: SequenceGroup) -> int:
-        """Return how many blocks a group needs to begin, or to go on; 0 if that is not known yet."""
+        """Return how many blocks a group needs to begin or to continue; 0 if the number is unknown."""
         if group in self._queues.transfers:
             return self._tables.num_missing(group.prompt)
         if group.swapped is not None:

@@ -22,7 +22,7 @@ worker computes (``transfers.py``), get blocks in one order of arrival (``group_
 
 Every group runs eventually:
 
-* A transfer gets all its blocks at once or none. A transfer that has all of them waits only for its sender,
+* A transfer gets all its blocks together or none. A transfer that has all of them waits only for its sender,
   and ends at its deadline at the latest. Two transfers therefore cannot wait for each other's blocks. There
   is one exception: a waiting transfer holds the part of its prompt that was cached here.
 * If no group runs, waiting groups that hold blocks give them up, the newest group first, until a group can

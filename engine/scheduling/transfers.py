@@ -179,7 +179,7 @@ class Transfers:
             first_token_id: the token that the prefill worker sampled; None if all are sampled here.
 
         Raises:
-            RequestFailedError: the request cannot go on.
+            RequestFailedError: the request cannot continue.
         """
         group = self.requests.groups[attempt_id]
         prompt = group.prompt

@@ -207,7 +207,7 @@ class BlockTables:
     def drop_unseen(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Free the blocks that no token after the computed ones attends to.
 
-        The table may lack the last of them, if they were never transferred to this worker.
+        The table may lack the last of these blocks, if they were never transferred to this worker.
         """
         if self.window is None:
             return

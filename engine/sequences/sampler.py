@@ -273,6 +273,6 @@ def rank_tokens(logits: torch.Tensor, token_ids: list[int], num_top: int) -> lis
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp of each row; logits minus it are logprobs. float64 ``[num_rows, 1]``."""
+    """Return each row's log-sum-exp, float64 ``[num_rows, 1]``, to subtract from logits to get logprobs."""
     sums = kernels.log_sums(logits) if logits.is_cpu else torch.logsumexp(logits.double(), dim=-1)
     return sums[:, None]

@@ -36,8 +36,8 @@ class Schedule:
         copies: (block, block) to copy before the second is written.
         pinned: cached blocks that are referenced until all copies have been made.
         promotions: (host block, block) to copy from the prefix cache in host memory.
-        promoted: (sequence, number of its leading blocks that are full after the copies) for each table that
-            gets promoted blocks.
+        promoted: (sequence, number of blocks) for each table with promoted blocks; after the copies, this
+            number of its leading blocks is full.
         sequences: the sequences to compute.
         admitted: the first sequences of the new or preempted groups that this step admits.
     """

@@ -106,7 +106,7 @@ class _KernelFiles(IndexDataCacheFile):
     """The index of a function's kernels, and a file for each of them."""
 
     def save(self, key: Any, data: Any) -> None:
-        """Store a kernel. The index gets its name after all of it was written."""
+        """Store a kernel. The index names it only after the whole kernel was written."""
         index = Path(self._index_path)
         with index.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -154,7 +154,7 @@ def sums(
     """Return the result of ``linear`` before it is rounded: float32 ``[num_rows, num_units * UNIT]``.
 
     Args:
-        own_inputs: the inputs to sum, of which there are ``num_segments`` segments; None means all inputs.
+        own_inputs: the inputs to sum, which have ``num_segments`` segments; None means all inputs.
     """
     own = own_inputs or range(weight.in_features)
     rows = inputs.reshape(-1, weight.in_features).float().contiguous()

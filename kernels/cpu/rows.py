@@ -138,8 +138,8 @@ def _tanh_near_zero(x: np.float32) -> np.float32:
 def _cosine(x: np.float32, quarters: int) -> np.float32:
     """Return the cosine of ``x`` plus a number of quarters of a turn, for ``x`` up to a million.
 
-    Full quarters of a turn are subtracted in two parts, the first of which is exact. Taylor polynomials give
-    the cosine and the sine of the remaining angle.
+    Full quarters of a turn are subtracted in two parts; the first part is exact. Taylor polynomials give the
+    cosine and the sine of the remaining angle.
     """
     number = np.floor(np.float64(x) * 0.6366197723675814 + 0.5)
     rest = (np.float64(x) - number * 1.5707963267341256) - number * 6.077100506506192e-11

@@ -227,7 +227,7 @@ def prefill_kernel(
 ):
     """Compute attention for the sequences with several new tokens. The grid is (tiles, KV heads)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # The last tiles see the most keys. They start first, so that no long program runs alone at the end.
+    # The last tiles see the most keys. They start first, so that no long program is left at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = _find_sequence(query_starts, tile, num_seqs, BLOCK_Q)

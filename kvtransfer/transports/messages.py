@@ -39,7 +39,7 @@ class MessagesOnly:
         self.allowed = frozenset({Transport.MESSAGES})
 
     async def choose(self, offer: pb.SharedPool) -> Intake:
-        """Return the intake from messages, whatever the offer is."""
+        """Return the intake from messages, regardless of the offer."""
         return MESSAGES
 
     def close(self) -> None:

@@ -314,8 +314,8 @@ class NixlAgent:
                 slab.blocks = None
                 self._deregister(slab.registered)
             self._deregister(self._pool)
-            # READs have surely ended when the last reference to the agent is gone, and every handle has one.
-            # Slabs may be freed only then.
+            # A READ has surely ended only when the agent is gone, to which every handle has a reference.
+            # Slabs may be freed only after that.
             self._agent = None
             self._slabs, self._free = [], []
 

@@ -119,7 +119,7 @@ class PoolSocket:
             self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:
-        """End a connection. The other side sends nothing, so one that can be read has ended."""
+        """End a connection. The other side sends nothing, so a readable connection has ended."""
         asyncio.get_running_loop().remove_reader(connection)
         self._connections.discard(connection)
         connection.close()

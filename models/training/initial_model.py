@@ -1,7 +1,7 @@
 """The untrained demo model: a small Llama whose attention begins as a rough look-up.
 
-Looking up an item takes several parts of the model, each of which is useful only with the others. From random
-weights, most of the training passes before they work together. Training therefore starts from attention that
+Looking up an item needs several parts of the model, and each is useful only with the others. From random
+weights, they begin to work together only late in the training. Training therefore starts from attention that
 can nearly look items up, and learns the rest in minutes.
 """
 

@@ -58,7 +58,7 @@ async def serve(
     """Load the model and serve it until a signal.
 
     Raises:
-        EngineStoppedError: the engine has failed or is stuck; a supervisor may start the worker anew.
+        EngineStoppedError: the engine has failed or is stuck; a supervisor may restart the worker.
     """
     worker_id = config.worker_id or f"{config.role}-{secrets.token_hex(4)}"
     configure_logging(config.log_level, process=worker_id)

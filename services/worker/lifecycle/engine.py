@@ -50,8 +50,8 @@ async def start_engine(start: Start) -> EngineThread:
     if disk_cache is not None:
         stack.push_async_callback(asyncio.to_thread, disk_cache.close)
     engine = await asyncio.to_thread(_build_engine, start, disk_cache)
-    # The objects of the libraries and the model live as long as the process. Without this, the garbage
-    # collector would sometimes visit all of them, which stops the steps for a quarter of a second.
+    # The objects of the libraries and the model live as long as the process. If they are not frozen, the
+    # garbage collector sometimes visits all of them, which stops the steps for a quarter of a second.
     gc.collect()
     gc.freeze()
     watch = StepWatch(config.max_step_seconds, await asyncio.to_thread(_known_step_seconds, engine))

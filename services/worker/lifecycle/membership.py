@@ -54,6 +54,6 @@ async def join(
 
 
 async def _leave_on_failure(publisher: BlockPublisher, failure: asyncio.Future[EngineStoppedError]) -> None:
-    """Give up the lease at once: the calls of a failed worker may end much later."""
+    """Give up the lease immediately, since the calls of a failed worker may end much later."""
     await asyncio.wait([failure])
     await publisher.close()
