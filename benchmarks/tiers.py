@@ -9,9 +9,9 @@ that of all turns except the first, in the engine, without a network. The disk i
 of turns, its files are dropped from the page cache.
 
 "computed" forgets every block between requests. "pool holds all" has a pool that never evicts, and is what
-the tiers would cost if moving blocks were free. The ceiling of a tier is that time plus the time of its
-returned bytes at the bandwidth of a plain copy in memory, or of plain cold reads of files of a block's size.
-The program fails unless all rows sample the same tokens.
+the tiers would cost if moving blocks were free. The ceiling of a tier is that time plus the time to bring
+back its bytes at the bandwidth of a plain copy. For the disk, it is the bandwidth of plain cold reads of
+files of a block's size. The program fails unless all rows sample the same tokens.
 """
 
 from __future__ import annotations

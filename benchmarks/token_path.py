@@ -5,9 +5,9 @@
 A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP.
 ``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
 main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
-several steps share a message because the router or the client is slower than the engine. ``bare`` is what a
-stream of equal messages costs a gRPC server that does nothing else, with one message for each token.
-The values are medians over the rounds.
+several steps share a message because the router or the client is slower than the engine. ``bare`` is the CPU
+time per message of a gRPC server that only streams the same messages, one for each token. The values are
+medians over the rounds.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class PublishLedger:
     children first, and a block that is stored or removed again moves to the end of its dict. From the front
     of a dict, blocks to publish therefore follow their parents, and blocks to evict follow their children.
 
-    Before the first ``restart``, after a ``stop`` and after too many evictions, the ledger records only which
-    blocks are in the pool and no changes, because all entries in the index are about to be replaced.
+    Before the first ``restart``, after a ``stop`` and after too many evictions, the ledger records no
+    changes, but only which blocks are in the pool: all entries in the index are about to be replaced.
     """
 
     def __init__(

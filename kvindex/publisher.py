@@ -38,7 +38,7 @@ class BlockPublisher:
 
     The engine's thread calls ``stored`` and ``removed``, which only record the change. One task on the event
     loop publishes the changes. When the index fails, loses its data or falls too far behind, the task joins
-    again with a new epoch and publishes all blocks of the pool, so the index recovers by itself. A timeout
+    again with a new epoch and publishes all blocks of the pool. The index thus recovers by itself. A timeout
     also requires a new epoch. The command whose answer was lost may be executed later, after commands on
     another connection. With the new epoch it has no effect.
 

@@ -124,8 +124,9 @@ class CallLimits(OwnCalls):
 class _ReadTimer:
     """Drops a call whose client takes too long to read one of its messages.
 
-    Almost every message is read immediately, so the loop's timer is not set and cancelled for each message.
-    When the timer expires, it checks whether its message, or a later one, is still waiting.
+    Almost every message is read immediately, so setting and cancelling a timer of the loop for each one would
+    be a waste. One timer runs on. When it expires, it checks whether its message, or a later one, is still
+    waiting.
     """
 
     def __init__(self, drop: Callable[[], object]) -> None:

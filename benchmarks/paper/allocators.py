@@ -1,9 +1,9 @@
 """The allocators of the paper's baselines: a request gets one contiguous run of token slots before it begins.
 
 Orca's three variants reserve slots for the whole output before it is known, with a buddy allocator (paper,
-section 6.1): Max for the longest sequence of the model, Pow2 for the true output rounded up to a power of
-two, Oracle for exactly the true output, which no real system knows. FasterTransformer forms a static batch,
-reserves the longest sequence for each request, and begins the next batch when all have ended.
+section 6.1): Max reserves for the longest sequence of the model, Pow2 for the true output rounded up to a
+power of two, and Oracle for exactly the true output, which no real system knows. FasterTransformer forms a
+static batch, reserves the longest sequence for each request, and begins the next batch when all have ended.
 """
 
 from __future__ import annotations

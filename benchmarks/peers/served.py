@@ -4,12 +4,13 @@
     python -m quire.benchmarks.peers.served
     python -m quire.benchmarks.peers.served --models 7m --workloads one-stream --rounds 5
 
-The sides are ``quire serve`` with one worker for prompts and answers, over HTTP and over gRPC, ``quire
-serve`` with a prefill and a decode worker (``1p1d``), and vLLM's OpenAI server. Each server uses all
-processors, which it shares with the client, and is stopped (SIGSTOP) while it is another side's turn. In a
-round, each side gets a workload's requests all at the same time. Prompts are token ids; answers are streamed,
-greedy, and continue after end-of-sequence tokens. Before the first round each side runs the workload once.
-The tables have the medians of the rounds, and how each side compares with vLLM in the same round.
+Two sides are ``quire serve`` with one worker for prompts and answers, over HTTP and over gRPC. The third is
+``quire serve`` with a prefill and a decode worker (``1p1d``). The last is vLLM's OpenAI server. Each server
+uses all processors, which it shares with the client, and is stopped (SIGSTOP) while it is another side's
+turn. In a round, each side gets a workload's requests all at the same time. Prompts are token ids; answers
+are streamed, greedy, and continue after end-of-sequence tokens. Before the first round each side runs the
+workload once. The tables have the medians of the rounds, and how each side compares with vLLM in the same
+round.
 """
 
 from __future__ import annotations

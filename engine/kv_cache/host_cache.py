@@ -16,8 +16,8 @@ class HostCache(SwapSpace):
 
     The caller owns a host block from its allocation until it is added here.
 
-    With a GPU the memory is pinned, and copies are queued on a stream of the device, in order with the steps,
-    so the host does not wait for them. Only ``payload``, which gives the CPU access to a block's bytes, waits
+    With a GPU the memory is pinned, and copies are queued on a stream of the device in order with the steps.
+    The host does not wait for them. Only ``payload``, which gives the CPU access to a block's bytes, waits
     for the block's last copy.
     """
 

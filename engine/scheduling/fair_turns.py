@@ -12,9 +12,9 @@ blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.p
   search. The number of steps in a row that leave out a request is at most the number of other running
   requests.
 * If a step has no room for all sequences of a waiting request, the request may still start if its client has
-  less than its share. The step then computes some of the sequences. If its client has its share, the request
-  may start only if the client has a larger running request, and if it is so small that its own share covers
-  all of its sequences.
+  less than its share. The step then computes some of the sequences. If its client already has its share, the
+  request may start under two conditions: the client has a larger running request, and the request is so small
+  that its own share covers all of its sequences.
 * A request overtakes waiting requests of its client only while the client has a larger running request that
   is older than these. A request is therefore overtaken for at most the length of one answer.
 """

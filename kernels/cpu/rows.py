@@ -83,7 +83,7 @@ def normalize(
 
     Args:
         kind: a ``Norm``.
-        inputs, outputs: the row, which may be the same.
+        inputs, outputs: addresses of the row before and after, which may be equal.
         weight, bias: factors and addends; the bias is used only by ``Norm.LAYER``.
         epsilon: float32, added to the variance.
         storage: NumPy type to which the result is rounded.

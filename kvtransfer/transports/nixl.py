@@ -314,8 +314,8 @@ class NixlAgent:
                 slab.blocks = None
                 self._deregister(slab.registered)
             self._deregister(self._pool)
-            # A READ has surely ended only when the agent is gone, to which every handle has a reference.
-            # Slabs may be freed only after that.
+            # Every handle refers to the agent. READs have surely ended only when the last reference to it is
+            # gone, and slabs may be freed only after that.
             self._agent = None
             self._slabs, self._free = [], []
 

@@ -77,8 +77,9 @@ def start_with_look_back(model: LlamaForCausalLM) -> None:
     """Initialize the first layer's heads so that they attend one or two tokens back, to any token.
 
     A note is found by its item, but its value follows two tokens later, so the value must know its item. All
-    embeddings get a common component. The first layer's queries and keys depend almost only on it, in the
-    fastest rotary pairs, which are rotated so that a query matches the key at the right distance.
+    embeddings get a common component. The first layer's queries and keys depend almost only on this
+    component. They use the fastest rotary pairs, rotated so that a query matches the key at the right
+    distance.
     """
     config = model.config
     embedding = model.model.embed_tokens.weight

@@ -28,7 +28,7 @@ class Updates:
         """Return the next update.
 
         Raises:
-            Exception: the exception in its place, or the error in it.
+            Exception: the queued exception, or the update's error.
         """
         while not self._waiting:
             self._has_update.clear()
