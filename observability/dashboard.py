@@ -39,7 +39,8 @@ def build_board(
         title: the heading.
         description: what the board is about.
         rows: panels under their headings, from left to right.
-        instances_of: an expression whose ``instance`` label the board can be narrowed to; empty for none.
+        instances_of: an expression with the ``instance`` labels to which users can limit the board; empty for
+            none.
     """
     board = dashboard.Dashboard(title).uid(uid).description(description).tags(["quire"]).version(1)
     board.refresh("10s").time("now-30m", "now").timezone("browser").tooltip(DashboardCursorSync.CROSSHAIR)

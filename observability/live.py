@@ -95,7 +95,7 @@ def absent_series(run: LiveRun) -> list[str]:
 
 
 def _stack_config(base: int, disk: str) -> LocalStackConfig:
-    """Return a stack with everything switched on that a dashboard shows."""
+    """Return a stack in which all features that a dashboard shows are switched on."""
     return LocalStackConfig(
         num_prefill=2,
         num_decode=2,

@@ -124,8 +124,8 @@ class CallLimits(OwnCalls):
 class _ReadTimer:
     """Drops a call whose client takes too long to read one of its messages.
 
-    Almost every message is read immediately, so setting and cancelling a timer of the loop for each one would
-    be a waste. One timer runs on. When it expires, it checks whether its message, or a later one, is still
+    Almost every message is read immediately. To save time, the loop's timer is therefore not set and
+    cancelled again for each message. When it expires, it checks whether its message, or a later one, is still
     waiting.
     """
 

@@ -37,7 +37,7 @@ class FairBlocks:
         self._queues = queues
         self._tables = tables
         self._num_held_by_client: Counter[str] = Counter()
-        """Blocks of each client in the present step; empty while the order is only that of arrival."""
+        """Blocks of each client in the present step; empty while only the order of arrival counts."""
 
     def count_held_blocks(self) -> None:
         """Count the blocks of each client; the order depends on these counts until the next call."""

@@ -238,7 +238,7 @@ class WorkerConfigs:
             cluster_secret=self._secret,
             metrics_port=self._metrics_ports.get(name, 0),
             disk_cache=worker.disk_cache and worker.disk_cache.of(name),
-            # When a worker is stopped, a router has drained it before, or ends at the same time.
+            # Before a worker is stopped, a router drains it, or the router ends at the same time.
             notice_seconds=0.0,
             log_level=config.log_level,
         )
