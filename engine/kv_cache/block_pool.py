@@ -1,6 +1,6 @@
 """The ledger of KV blocks: their reference counts, their hashes and the order of eviction.
 
-It knows only block ids; the memory behind them is in ``kv_memory``. A block is in one of three states:
+It knows only block ids; the memory behind them is in ``memory.py``. A block is in one of three states:
 
 ====== ======= ============= ===========================================
 state  ref_cnt has a hash    meaning

@@ -58,7 +58,7 @@ class NgramProposer:
 def continue_repetition(tokens: Tokens, num_tokens: int) -> list[int]:
     """Return the ``num_tokens`` tokens after an earlier occurrence of the last tokens; [] if there is none.
 
-    If there are fewer tokens from there to the end, they are repeated.
+    If fewer than ``num_tokens`` tokens follow the occurrence, they are repeated.
     """
     last = len(tokens) - 1
     positions = np.flatnonzero(tokens[:last] == tokens[last])
