@@ -56,8 +56,8 @@ class EngineConfig:
     speculation: str = setting(
         "off",
         "--speculation",
-        "Where draft tokens come from, which a step then verifies: off, ngram (earlier text), or a smaller "
-        "model's folder or hub id.",
+        "Source of draft tokens, which a step then verifies: off, ngram (earlier text), or a smaller model's "
+        "folder or hub id.",
         Panel.MODEL,
     )
     num_speculative_tokens: int = setting(

@@ -24,7 +24,7 @@ class IndexMetrics:
     def __init__(self, registry: CollectorRegistry, breaker: CircuitBreaker) -> None:
         self.lookup_seconds = Histogram(
             "quire_index_lookup_seconds",
-            "Time of a look-up; hit, miss, or failed, which includes given up.",
+            "Time of a look-up; failed includes look-ups that were given up.",
             ["result"],
             buckets=SECONDS_BUCKETS,
             registry=registry,
@@ -32,11 +32,11 @@ class IndexMetrics:
         for result in ("hit", "miss", "failed"):
             self.lookup_seconds.labels(result)
         self.lookup_blocks = Histogram(
-            "quire_index_lookup_blocks", "Blocks asked for.", buckets=BLOCKS_BUCKETS, registry=registry
+            "quire_index_lookup_blocks", "Blocks of a look-up.", buckets=BLOCKS_BUCKETS, registry=registry
         )
         self.match_ratio = Histogram(
             "quire_index_match_ratio",
-            "Share of a prompt's blocks that the deepest holder has.",
+            "Share of a prompt's blocks that the worker with most of them has.",
             buckets=RATIO_BUCKETS,
             registry=registry,
         )
@@ -87,7 +87,7 @@ class PublisherMetrics:
     def __init__(self, registry: CollectorRegistry, ledger: PublishLedger) -> None:
         self.entries = Counter(
             "quire_index_publish_entries_total",
-            "Entries published, evicted, or swept away.",
+            "Entries published, evicted, or removed by a sweep.",
             ["op"],
             registry=registry,
         )
@@ -95,11 +95,13 @@ class PublisherMetrics:
             self.entries.labels(op)
         self.fenced = Counter(
             "quire_index_fenced_total",
-            "Leases found lost; a steady rate means two workers of one name.",
+            "Lost leases; a steady rate means that two workers have the same name.",
             registry=registry,
         )
         self.full = Counter(
-            "quire_index_full_total", "Publishes refused for want of memory in Redis.", registry=registry
+            "quire_index_full_total",
+            "Publishes that Redis refused because its memory was full.",
+            registry=registry,
         )
         joined = Gauge(
             "quire_index_joined",
@@ -109,7 +111,11 @@ class PublisherMetrics:
         joined.set_function(lambda: ledger.is_following)
         pending = Gauge("quire_index_publish_queue", "Changes not in the index yet.", registry=registry)
         pending.set_function(lambda: ledger.num_pending)
-        lag = Gauge("quire_index_publish_lag_seconds", "Age of the oldest such change.", registry=registry)
+        lag = Gauge(
+            "quire_index_publish_lag_seconds",
+            "Age of the oldest change that is not in the index yet.",
+            registry=registry,
+        )
         lag.set_function(lambda: ledger.lag_seconds)
 
 

@@ -64,13 +64,13 @@ class TransferMetrics:
         )
         self._credit_wait = Histogram(
             "quire_kv_credit_wait_seconds",
-            "Part of a push in which blocks were ready and the receiver had no room.",
+            "Time of a push in which blocks were ready and the receiver had no room.",
             buckets=_SECONDS,
             registry=registry,
         )
         self._failures = Counter(
             "quire_kv_transfer_failures_total",
-            "Pushes that failed at the receiver, and pulls that brought less than they were to.",
+            "Pushes that failed at the receiver, and pulls that did not bring all their blocks.",
             ["kind", "reason"],
             registry=registry,
         )
@@ -80,7 +80,7 @@ class TransferMetrics:
             self._failures.labels("pull", reason)
         self._saved_bytes = Counter(
             "quire_kv_transfer_saved_bytes_total",
-            "KV bytes that were not sent, since the receiver had the blocks or needs none of them.",
+            "KV bytes that were not sent, since the receiver had the blocks or did not need them.",
             registry=registry,
         )
         self._leases = Gauge("quire_kv_leases", "Leases on blocks of this worker.", registry=registry)

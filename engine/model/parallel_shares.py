@@ -32,11 +32,11 @@ class Shares:
         if num_ranks > num_units and num_units != self.num_kv_heads and self.num_heads:
             return (
                 f"its {self.num_heads} heads in {self.num_kv_heads} groups, and its {self.num_segments} "
-                f"segments of inputs that are summed apart, have common borders between {num_units} equal "
+                f"segments of inputs, summed separately, have common borders between {num_units} equal "
                 "parts only"
             )
         if -(-num_ranks // num_units) > self.num_segments // num_units:
-            return f"its inputs have only {self.num_segments} segments that are summed apart"
+            return f"its inputs have only {self.num_segments} segments that are summed separately"
         return None
 
     def borders(self, num_ranks: int) -> list[int]:

@@ -47,8 +47,8 @@ class RequestChecks:
             raise KvBudgetError(f"must be at least {least}, {MIN_BUDGET_BLOCKS} blocks; got {num_tokens}")
         if self.has_windows:
             raise KvBudgetError(
-                "must be absent: the model has layers with sliding windows, for which distances count, and "
-                "they are lost with blocks in between"
+                "must be absent: the model's sliding windows depend on distances between tokens, "
+                "which evicted blocks would change"
             )
 
     def _check_fits(self, prompt: Sequence) -> None:
@@ -56,7 +56,7 @@ class RequestChecks:
         if params.num_sequences > self.max_num_seqs:
             raise RequestTooLongError(
                 f"{params.num_sequences} sequences of one request; "
-                f"this worker runs at most {self.max_num_seqs} at once"
+                f"this worker runs at most {self.max_num_seqs} together"
             )
         num_tokens = min(prompt.num_prompt_tokens + params.max_tokens, self.max_model_len)
         num_blocks = self.tables.max_blocks(prompt, num_tokens)

@@ -46,7 +46,7 @@ def _load_panels() -> Sequence[Panel]:
         chart(
             "Requests",
             "Sequences in the running batch; requests that wait to be admitted; requests whose"
-            " blocks are on the way, and those of them that have no room yet.",
+            " blocks are being sent, and those of them for which there is no room yet.",
             [
                 Target(total("quire_requests_running", OURS), "running"),
                 Target(total("quire_requests_waiting", OURS), "waiting"),
@@ -56,7 +56,7 @@ def _load_panels() -> Sequence[Panel]:
         ),
         line(
             "Tokens",
-            "Sequences computed by all steps, each of which gives a token.",
+            "Sequences computed by all steps. Each of them gives a token.",
             rate("quire_step_sequences_total", OURS, "instance"),
             "{{instance}}",
         ),
@@ -70,14 +70,14 @@ def _load_panels() -> Sequence[Panel]:
         ),
         line(
             "First step, p95",
-            "From a sequence's admission to this worker's first token of it.",
+            "From a sequence's admission to its first token from this worker.",
             quantile(0.95, PHASE, f'phase="first_decode_step",{OURS}', "instance"),
             "{{instance}}",
             "s",
         ),
         line(
             "Preemptions",
-            "Requests that gave up their blocks, by how they come back.",
+            "Requests that lost their blocks, by how they get them back.",
             rate("quire_preemptions_total", OURS, "kind"),
             "{{kind}}",
             "ops",
@@ -92,13 +92,13 @@ def _speculation_panels() -> Sequence[Panel]:
         [
             line(
                 "Draft tokens",
-                "Tokens that speculation drafted, and those of them that were right.",
+                "Draft tokens, and right draft tokens.",
                 rate(DRAFTS, OURS, "kind"),
                 "{{kind}}",
             ),
             line(
                 "Right draft tokens",
-                "Right draft tokens / draft tokens, over a worker; nothing without --speculation.",
+                "Right draft tokens / draft tokens of a worker; empty without --speculation.",
                 quotient(
                     rate(DRAFTS, f'kind="accepted",{OURS}', "instance"),
                     rate(DRAFTS, f'kind="drafted",{OURS}', "instance"),

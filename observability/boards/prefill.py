@@ -52,7 +52,7 @@ def _load_panels() -> Sequence[Panel]:
         ),
         line(
             "Backlog",
-            "Prompt tokens that steps to come must compute.",
+            "Prompt tokens that later steps must compute.",
             total("quire_prefill_backlog_tokens", OURS, "instance"),
             "{{instance}}",
         ),
@@ -85,7 +85,7 @@ def _cache_panels() -> Sequence[Panel]:
     return [
         line(
             "Hit share by source",
-            "Prompt tokens whose KV was not computed / prompt tokens, by where the blocks came from.",
+            "Prompt tokens whose KV was not computed / prompt tokens, by the source of the blocks.",
             share_of_all(rate(HITS, OURS, "source"), rate(QUERIES, OURS)),
             "{{source}}",
             "percentunit",
@@ -100,7 +100,7 @@ def _cache_panels() -> Sequence[Panel]:
         ),
         line(
             "Oldest pin",
-            "Age of the oldest of these: it grows while a decode worker gives no credit.",
+            "Age of the oldest pinned blocks. It grows while a decode worker gives no credit.",
             f"max by (instance) ({selector('quire_kv_oldest_pin_seconds', OURS)})",
             "{{instance}}",
             "s",

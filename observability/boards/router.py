@@ -57,7 +57,7 @@ def _choice_panels() -> Sequence[Panel]:
         ),
         line(
             "Requests that wait for a worker",
-            "Requests for which no decode worker is there; they go on when one comes, in their order.",
+            "Requests that wait for a decode worker. They continue in their order when there is one.",
             total("quire_router_requests_waiting"),
             "waiting",
         ),
@@ -125,7 +125,7 @@ def _outcome_panels() -> Sequence[Panel]:
         ),
         line(
             "Moves",
-            "Answers on draining workers that moved to another, or stayed because blocks were not copied.",
+            "Answers on draining workers that moved, or stayed because blocks were not copied.",
             rate("quire_moves_total", by="result"),
             "{{result}}",
             "ops",
@@ -154,7 +154,7 @@ def _lookup_panels() -> Sequence[Panel]:
         ),
         line(
             "Match",
-            "Mean share of a prompt's blocks that the deepest holder has.",
+            "Mean share of a prompt's blocks that the worker with most of them has.",
             mean("quire_index_match_ratio"),
             "match",
             "percentunit",
@@ -188,7 +188,7 @@ def _publishing_panels() -> Sequence[Panel]:
         [
             line(
                 "Entries",
-                "Published, evicted, or swept away after a worker's death.",
+                "Published, evicted, or removed by a sweep after a worker's end.",
                 rate("quire_index_publish_entries_total", by="op"),
                 "{{op}}",
                 "ops",
@@ -209,7 +209,7 @@ def _publishing_panels() -> Sequence[Panel]:
             ),
             chart(
                 "Leases lost, index full",
-                "Leases found lost by their worker, and publishes that Redis had no memory for.",
+                "Lost leases, and publishes for which Redis had no memory.",
                 [
                     Target(rate("quire_index_fenced_total"), "lease lost"),
                     Target(rate("quire_index_full_total"), "index full"),

@@ -17,7 +17,7 @@ def busy_panel() -> Panel:
     busy = rate(f"{STEP}_sum", by="job")
     return line(
         "Busy: prefill against decode",
-        "Seconds of steps / seconds, a mean over a pool's workers. Where one pool is full and the other"
+        "Seconds of steps / seconds, a mean over a pool's workers. If one pool is busy and the other"
         " idle, the ratio of workers is wrong.",
         f"{busy} / count by (job) (quire_engine_up) >= 0",
         "{{job}}",
@@ -54,7 +54,7 @@ def block_panels(ours: str) -> Sequence[Panel]:
     return [
         line(
             "Blocks by state",
-            "Free: empty. Cached: reusable, and not in use. Used: at least one sequence or pin does.",
+            "Free: empty. Cached: reusable and not in use. Used: in use by at least one sequence or pin.",
             total("quire_kv_cache_blocks", ours, "state"),
             "{{state}}",
             is_stacked=True,
@@ -80,7 +80,7 @@ def tier_panels(ours: str) -> Sequence[Panel]:
         ),
         line(
             "Blocks found, by tier",
-            "Blocks that prompts did not have to compute, by where they were.",
+            "Blocks that prompts did not have to compute, by the tier that had them.",
             rate("quire_cache_tier_hits_total", ours, "tier"),
             "{{tier}}",
             "ops",
@@ -88,8 +88,8 @@ def tier_panels(ours: str) -> Sequence[Panel]:
         ),
         chart(
             "Blocks moved between tiers",
-            "Evicted blocks by the tier that took them, gone if none did; blocks brought back by the tier"
-            " they came from.",
+            "Evicted blocks by the tier to which they moved, gone if there was none; blocks moved up by"
+            " the tier that had them.",
             [
                 Target(rate("quire_cache_tier_demotions_total", ours, "tier"), "to {{tier}}"),
                 Target(rate("quire_cache_tier_promotions_total", ours, "tier"), "from {{tier}}"),
@@ -110,7 +110,7 @@ def process_panels(ours: str) -> Sequence[Panel]:
     return [
         line(
             "Event loop lag, p99",
-            "How much later than asked the event loop wakes a sleeper.",
+            "How late the event loop runs a timer.",
             quantile(0.99, "quire_event_loop_lag_seconds", ours, "instance"),
             "{{instance}}",
             "s",

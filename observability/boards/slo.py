@@ -39,8 +39,7 @@ def _now_panels() -> Sequence[Panel]:
     return [
         number(
             "Goodput",
-            "Share of requests within both targets: met / all, of those that ended and were not"
-            " the client's own failure.",
+            "Share of ended requests that met both targets, without those that failed because of the client.",
             quotient(MET, rate(SLO)),
             "percentunit",
         ),
@@ -65,7 +64,7 @@ def _request_panels() -> Sequence[Panel]:
     return [
         chart(
             "Requests by end",
-            "Finished requests by reason, failed ones by gRPC status, refused ones.",
+            "Finished requests by reason, failed requests by gRPC status, and refused requests.",
             [
                 Target(
                     rate("quire_request_success_total", by="finished_reason"),
@@ -87,7 +86,7 @@ def _request_panels() -> Sequence[Panel]:
         ),
         chart(
             "Tokens",
-            "Prompt tokens, those of them whose KV was not computed, and tokens generated.",
+            "Prompt tokens, prompt tokens with cached KV, and generated tokens.",
             [
                 Target(rate("quire_prompt_tokens_total"), "prompt"),
                 Target(rate("quire_prompt_tokens_cached_total"), "prompt, cached"),

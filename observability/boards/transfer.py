@@ -36,21 +36,21 @@ def _push_panels() -> Sequence[Panel]:
         line(
             "Bytes",
             "KV bytes sent and received. On one host the receiver copies them out of the sender's"
-            " memory (shared), elsewhere they come in messages (grpc).",
+            " memory (shared); otherwise they are sent in messages.",
             rate(SIZE, 'direction=~"received|sent"', "direction, transport"),
             "{{direction}} {{transport}}",
             "Bps",
         ),
         chart(
             "Saved",
-            "Bytes not sent, since the receiver had them / those and the bytes sent.",
+            "Bytes that were not sent because the receiver had them / these and the sent bytes.",
             [Target(quotient(rate(SAVED), f"({rate(SAVED)} + {SENT})"), "saved")],
             "percentunit",
         ),
         line(
             "Bytes in a second of push",
-            "Bytes sent / seconds of pushes less their waits for credit: overlaps the"
-            " computation, so it is no bound of the network.",
+            "Bytes sent / seconds of pushes without their waits for credit. Pushes overlap with the"
+            " computation, so this is not the limit of the network.",
             quotient(SENT, f"({rate(PUSH + '_sum')} - {rate(WAIT + '_sum')})"),
             "",
             "Bps",
@@ -59,7 +59,7 @@ def _push_panels() -> Sequence[Panel]:
         latency("Wait for credit", WAIT, "Part of a push in which the receiver had no room."),
         line(
             "Failures by reason",
-            "Pushes that ended without commit, as the receiver names it.",
+            "Pushes that ended without a commit, by the receiver's reason.",
             rate(FAILURES, 'kind="push"', "reason"),
             "{{reason}}",
             "ops",
@@ -92,14 +92,14 @@ def _pull_panels() -> Sequence[Panel]:
         ),
         line(
             "Leases expired",
-            "Leases that ended without a release: the puller was lost.",
+            "Leases that ended without a release, because the puller was lost.",
             rate("quire_kv_leases_expired_total", by="instance"),
             "{{instance}}",
             "ops",
         ),
         line(
             "Pulls asked for",
-            "Pulls that the router asked for, by how they ended.",
+            "Pulls that the router requested, by their result.",
             rate("quire_kv_pull_requests_total", by="result"),
             "{{result}}",
             "ops",
@@ -112,14 +112,14 @@ def _fault_panels() -> Sequence[Panel]:
     return [
         chart(
             "Digest failures",
-            "Blocks whose bytes were not what was sent. Each was refused and sent or computed"
-            " again; more than none means broken memory or network.",
+            "Blocks whose bytes changed on the way. Each was refused and sent or computed"
+            " again. Any such block means faulty memory or a faulty network.",
             [Target(rate(FAILURES, 'reason="digest_mismatch"', "kind"), "{{kind}}")],
             "ops",
         ),
         line(
             "Retries",
-            "Attempts lost on a worker, by its role and the status it failed with.",
+            "Attempts that failed on a worker, by the worker's role and the gRPC status.",
             rate("quire_retries_total", by="role, cause"),
             "{{role}}: {{cause}}",
             "ops",

@@ -48,7 +48,7 @@ def _mean_panels() -> Sequence[Panel]:
     return [
         chart(
             "To the first token",
-            "Time of each phase / first tokens. The rest is TTFT less all phases: the network and"
+            "Time of each phase / first tokens. The rest is TTFT minus all phases: the network and"
             " the event loops.",
             [
                 *(_share(phase, FIRST_TOKENS) for phase in (*ROUTER_PHASES, *PROMPT_PHASES)),
@@ -61,8 +61,8 @@ def _mean_panels() -> Sequence[Panel]:
         .height(10),
         chart(
             "From the first token to the second",
-            "Time of each phase / pushes. A push runs beside the computation: only what follows it"
-            " counts here.",
+            "Time of each phase / pushes. A push overlaps with the computation; only the time"
+            " after it counts here.",
             [_share(phase, PUSHES) for phase in HAND_OVER],
             "s",
             is_stacked=True,

@@ -32,8 +32,8 @@ class LocalStackConfig:
     ray: str | None = setting(
         None,
         "--ray",
-        "Workers run on the nodes of this Ray cluster: host:port of its head, auto for the one of which this "
-        "machine is a node, local to start one here (extra ray).",
+        "Workers run on the nodes of this Ray cluster: host:port of its head, auto for this machine's "
+        "cluster, local to start one here (extra ray).",
         Panel.PROCESS,
     )
     redis_url: str | None = field(default=None, repr=False)

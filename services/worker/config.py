@@ -111,7 +111,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         0.05,
         "--stream-interval",
         "Longest time that a worker delays tokens to send several in one message; it is shorter with few "
-        "requests. 0 sends each token at once.",
+        "requests. 0 sends each token immediately.",
         Panel.PROCESS,
         minimum=0.0,
         maximum=1.0,

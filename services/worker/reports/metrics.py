@@ -80,18 +80,18 @@ class TierMetrics:
         self._counters = {
             "hits": counter(
                 "hits",
-                "Blocks that prompts did not have to compute, by where they were.",
+                "Blocks that prompts did not have to compute, by the tier that had them.",
                 "tier",
                 ("pool", "host", "disk"),
             ),
             "demotions": counter(
                 "demotions",
-                "Blocks evicted, by the tier that took them.",
+                "Evicted blocks, by the tier to which they moved.",
                 "tier",
                 ("host", "disk", "gone"),
             ),
             "promotions": counter(
-                "promotions", "Blocks brought back, by the tier they came from.", "tier", ("host", "disk")
+                "promotions", "Blocks moved up, by the tier that had them.", "tier", ("host", "disk")
             ),
             "disk_errors": counter(
                 "disk_errors",
@@ -126,7 +126,7 @@ def describe_division(registry: CollectorRegistry, tensor_parallel_size: int) ->
     """Publish the number of processes among which the worker divides the model."""
     gauge = Gauge(
         "quire_tensor_parallel_size",
-        "Processes that the worker divides the model among.",
+        "Processes among which the worker divides the model.",
         registry=registry,
     )
     gauge.set(tensor_parallel_size)
@@ -153,7 +153,7 @@ class PromptMetrics:
         )
         hits = Counter(
             "quire_prefix_cache_hits_total",
-            "Of these, tokens whose KV was not computed: own blocks, those of a lower tier, a peer's.",
+            "Of these, tokens with cached KV, in the worker's own pool, a lower tier, or a peer.",
             ["source"],
             registry=registry,
         )
@@ -244,26 +244,30 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
     yield gauge("quire_requests_running", "Sequences in the running batch.", now and now.num_running)
     yield gauge(
         "quire_requests_waiting",
-        "Requests waiting for blocks or budget, preempted ones too.",
+        "Requests that wait for blocks or budget, including preempted ones.",
         now and now.num_waiting,
     )
     yield gauge(
-        "quire_requests_transferring", "Requests whose blocks are on the way.", now and now.num_transferring
+        "quire_requests_transferring",
+        "Requests whose blocks another worker sends.",
+        now and now.num_transferring,
     )
     yield gauge(
         "quire_requests_waiting_for_blocks",
-        "Requests that are promised blocks which are not free yet: their senders wait for credit.",
+        "Requests whose promised blocks are not free yet: their senders wait for credit.",
         now and now.num_waiting_for_blocks,
     )
     yield gauge(
-        "quire_prefill_backlog_tokens", "Tokens that steps to come must compute.", now and now.backlog_tokens
+        "quire_prefill_backlog_tokens",
+        "Prompt tokens that later steps must compute.",
+        now and now.backlog_tokens,
     )
     blocks = GaugeMetricFamily("quire_kv_cache_blocks", "KV blocks by state.", labels=["state"])
     preemptions = CounterMetricFamily(
-        "quire_preemptions", "Preempted requests, by how they come back.", labels=["kind"]
+        "quire_preemptions", "Preempted requests, by how they get their blocks back.", labels=["kind"]
     )
     drafts = CounterMetricFamily(
-        "quire_speculation_tokens", "Draft tokens, and those of them that were right.", labels=["kind"]
+        "quire_speculation_tokens", "Draft tokens, and right draft tokens.", labels=["kind"]
     )
     if now is not None:
         for kind, count in now.drafts._asdict().items():
@@ -278,9 +282,11 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
     )
     yield gauge(
         "quire_kv_pinned_blocks",
-        "Blocks held for others: finished prefills not yet released, and leases.",
+        "Blocks held for other workers: finished prefills that are not released yet, and leases.",
         now and now.num_pinned_blocks,
     )
-    yield gauge("quire_kv_oldest_pin_seconds", "Age of the oldest of these.", now and now.oldest_pin_seconds)
+    yield gauge(
+        "quire_kv_oldest_pin_seconds", "Age of the oldest pinned blocks.", now and now.oldest_pin_seconds
+    )
     yield preemptions
     yield drafts
