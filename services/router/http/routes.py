@@ -48,14 +48,16 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
     """Return all routes of the HTTP API."""
     turn = asyncio.Lock()
     return [
-        *_answer_routes(servicer, turn),
+        *_completion_routes(servicer, turn),
+        *_response_routes(servicer, turn),
+        *_message_routes(servicer, turn),
         *_embedding_routes(embeddings.EmbeddingRoutes(servicer, turn)),
         *_model_routes(ModelRoutes(servicer)),
         *_server_routes(servicer, registry),
     ]
 
 
-def _answer_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
+def _completion_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
     return [
         Route(
             "POST",
@@ -75,6 +77,11 @@ def _answer_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Rou
             answer_bodies.ChatCompletion,
             answer_bodies.ChatCompletionChunk,
         ),
+    ]
+
+
+def _response_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
+    return [
         Route(
             "POST",
             "/v1/responses",
@@ -101,6 +108,11 @@ def _answer_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Rou
                 ("GET", "{response}/input_items"),
             )
         ),
+    ]
+
+
+def _message_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
+    return [
         Route(
             "POST",
             "/v1/messages",
