@@ -26,7 +26,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from quire.services.router.execution import worker_choice
+from quire.services.router.execution import attempt
 from tests.testing.stacks import connect, wait_until_idle
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
@@ -57,7 +57,7 @@ async def stack(
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
     # A busy machine gives up late look-ups and pulls and reuses nothing: right, but not the subject here.
     monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", WAIT_SECONDS)
-    monkeypatch.setattr(worker_choice, "MIN_PULL_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(attempt, "MIN_PULL_SECONDS", WAIT_SECONDS)
     monkeypatch.setattr(policy, "choose_pull", pull_most)
     with RedisProcess() as redis:
         config = LocalStackConfig(
