@@ -95,6 +95,8 @@ class AnthropicErrorDetail(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
+    """What Anthropic's SDKs read to send a refused request in another way."""
 
 
 class AnthropicErrorBody(BaseModel):
@@ -149,6 +151,9 @@ def in_anthropic_form(error: HttpError, request_id: str) -> AnthropicErrorBody:
         message = "prompt is too long: {num_tokens} tokens > {limit} maximum".format_map(error.metadata)
     kind = "api_error" if detail.type == "server_error" else detail.type
     written = AnthropicErrorDetail(type=kind, message=message)
+    if detail.param == "thread":
+        # The SDKs' tool runners then send whole conversations.
+        written.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return AnthropicErrorBody(type="error", error=written, request_id=request_id)
 
 

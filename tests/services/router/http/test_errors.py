@@ -92,6 +92,15 @@ def test_headers_of_authentication_and_of_useless_retries() -> None:
 def test_anthropics_form_has_its_own_name_for_a_servers_error(status: int, kind: str) -> None:
     body = in_anthropic_form(http_error(status, "so"), "r")
     assert (body.type, body.error.type, body.error.message, body.request_id) == ("error", kind, "so", "r")
+    assert "details" not in body.error.model_fields_set
+
+
+def test_a_refused_thread_is_named_as_anthropics_tool_runners_expect() -> None:
+    body = in_anthropic_form(http_error(400, "unknown", param="thread"), "r")
+    assert body.model_dump(exclude_unset=True)["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
 
 
 CHAT = '"messages":[{"role":"user","content":"x"}]'
