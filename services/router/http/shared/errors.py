@@ -232,5 +232,5 @@ def _fit(kind: _Place, problems: Sequence[_Problem]) -> tuple[bool, bool, int, i
 
 def _describe(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
-        return "is not a field of this API, or not supported; docs/openai.md lists those that are"
+        return "is not a field of this API, or not supported; its page in docs/ lists those that are"
     return shortened(message[:1].lower() + message[1:])
