@@ -303,7 +303,7 @@ class Engine:
         num_rows = len(scheduled)
         if self.speculator is not None:
             num_rows += sum(len(sequence.draft_token_ids) for sequence, _ in scheduled)
-        hidden = self.runner.hidden_states(arguments) if arguments.num_hidden else None
+        hidden = self.runner.hidden_states(arguments)
         if logits.shape[0] == num_rows:
             return StepLogits(logits, None, hidden)
         return StepLogits(logits[:num_rows], logits[num_rows:], hidden)

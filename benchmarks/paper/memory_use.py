@@ -71,6 +71,9 @@ class MeasuringRunner:
             self.load = self.load.after(use, len(self._engine.queues.running))
         return self._logits[: len(scheduled)]
 
+    def hidden_states(self, scheduled: list[ScheduledSequence]) -> None:
+        """Return None, since no request asks for an embedding."""
+
     def _slot_use(self, scheduled: list[ScheduledSequence]) -> SlotUse:
         """Count the slots' uses in the block tables. Tokens of this step count as written."""
         writes = {id(sequence): num_tokens for sequence, num_tokens in scheduled}

@@ -125,11 +125,13 @@ class ModelRunner:
             torch.cuda.current_stream().synchronize()
         return logits
 
-    def hidden_states(self, step: StepTensors) -> torch.Tensor:
-        """Return ``[num_hidden, hidden_size]`` of the step that ``forward`` has just run.
+    def hidden_states(self, step: StepTensors) -> torch.Tensor | None:
+        """Return ``[num_hidden, hidden_size]`` of the step that ``forward`` has just run; None without any.
 
         They are the states after the last norm, which the output layer gets, valid until the next step.
         """
+        if not step.num_hidden:
+            return None
         return self._hidden if self._compiled is None else self._compiled.hidden_states(step)
 
     def _run(self, step: StepTensors) -> torch.Tensor:
