@@ -24,7 +24,7 @@ from quire.services.router.http.shared.bodies import (
 )
 from quire.services.router.http.shared.errors import HttpError
 from quire.services.router.http.shared.fields import AnswerFields
-from quire.services.router.http.shared.streams import run, send_events
+from quire.services.router.http.shared.streams import encoded, run, send_events
 from quire.services.router.outputs.answer_size import PromptLogprobs, all_of, check_answer_size
 
 B = TypeVar("B", bound=AnswerFields)
@@ -101,7 +101,8 @@ def answering(
 
         messages = run(servicer, tenant, generations, headers, writer.names(), checked)
         if body.stream:
-            return await send_events(request, writer.events(messages), writer.failed, writer.end_of_stream)
+            events = encoded(writer.events(messages), writer.end_of_stream)
+            return await send_events(request, events, writer.failed)
         check_answer_size(generations, model.max_model_len)
         async with aclosing(messages):
             received = await all_of(messages)

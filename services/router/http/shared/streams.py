@@ -28,6 +28,10 @@ _HEADERS = {
     # Otherwise nginx would buffer the events.
     "X-Accel-Buffering": "no",
 }
+Events = AsyncGenerator[bytes, None]
+"""The bytes of events."""
+Failed = Callable[[HttpError], BaseModel]
+"""Returns the last event of a stream that fails."""
 _log = get_logger("http")
 
 
@@ -84,13 +88,19 @@ async def _numbered(
             raise error.renamed(names) from error
 
 
-async def send_events(
-    request: web.Request,
-    events: AsyncGenerator[BaseModel, None],
-    failed: Callable[[HttpError], BaseModel],
-    end_of_stream: bytes,
-) -> web.StreamResponse:
-    """Send each event as soon as it arrives, and ``end_of_stream`` after the last one.
+async def encoded(events: AsyncGenerator[BaseModel, None], end_of_stream: bytes) -> Events:
+    """Yield the bytes of each event, and ``end_of_stream`` after the last one."""
+    async with aclosing(events):
+        async for event in events:
+            if is_large(event):
+                yield _framed(event, await asyncio.to_thread(to_json_in_steps, event))
+            else:
+                yield _framed(event, to_json(event))
+    yield end_of_stream
+
+
+async def send_events(request: web.Request, events: Events, failed: Failed) -> web.StreamResponse:
+    """Send each encoded event as soon as it arrives.
 
     An error before anything has been sent is raised, so that the response gets its status. A later error is
     sent as the last event, which ``failed`` returns.
@@ -104,8 +114,7 @@ async def send_events(
                 first.result()
             await response.prepare(request)
             async with _kept_alive(response):
-                if await _send(response, first, events, failed):
-                    await response.write(end_of_stream)
+                await _send(response, first, events, failed)
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
@@ -113,33 +122,27 @@ async def send_events(
     return response
 
 
+def failure(error: Exception, failed: Failed) -> bytes:
+    """Return the bytes of a stream's last event after an error; one that is a bug is logged."""
+    if not isinstance(error, ServiceError):
+        _log.error("stream_failed", exc_info=error)
+        error = Internal("internal error; the server's log has the details")
+    event = failed(from_service_error(error))
+    return _framed(event, to_json(event))
+
+
 async def _send(
-    response: web.StreamResponse,
-    first: asyncio.Task[BaseModel | None],
-    events: AsyncGenerator[BaseModel, None],
-    failed: Callable[[HttpError], BaseModel],
-) -> bool:
-    """Send the events; return whether the answer is complete."""
+    response: web.StreamResponse, first: asyncio.Task[bytes], events: Events, failed: Failed
+) -> None:
     try:
         with end_raised():
-            event = await first
-            while event is not None:
-                if is_large(event):
-                    encoded = await asyncio.to_thread(to_json_in_steps, event)
-                else:
-                    encoded = to_json(event)
-                await response.write(_framed(event, encoded))
-                event = await _next(events)
+            await response.write(await first)
+            async for event in events:
+                await response.write(event)
     except ConnectionError:
         raise
     except Exception as error:
-        if not isinstance(error, ServiceError):
-            _log.exception("stream_failed")
-            error = Internal("internal error; the server's log has the details")
-        event = failed(from_service_error(error))
-        await response.write(_framed(event, to_json(event)))
-        return False
-    return True
+        await response.write(failure(error, failed))
 
 
 def _framed(event: BaseModel, encoded: bytes) -> bytes:
@@ -147,8 +150,8 @@ def _framed(event: BaseModel, encoded: bytes) -> bytes:
     return name + b"data: " + encoded + b"\n\n"
 
 
-async def _next(events: AsyncGenerator[BaseModel, None]) -> BaseModel | None:
-    return await anext(events, None)
+async def _next(events: Events) -> bytes:
+    return await anext(events, b"")
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openai.answer_bodies import Text
 from quire.services.router.http.shared import streams
-from quire.services.router.http.shared.streams import run, send_events
+from quire.services.router.http.shared.streams import encoded, run, send_events
 from quire.services.router.tenants.api_keys import Tenant
 
 WAIT_SECONDS = 5.0
@@ -31,7 +31,8 @@ async def answering(events: Callable[[], Events]) -> AsyncIterator[ClientRespons
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            return await send_events(request, events(), lambda error: error.body, b"data: [DONE]\n\n")
+            sent = encoded(events(), b"data: [DONE]\n\n")
+            return await send_events(request, sent, lambda error: error.body)
         except Unavailable as error:
             return web.Response(status=503, text=str(error))
 
