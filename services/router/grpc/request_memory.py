@@ -36,7 +36,7 @@ class RequestMemory:
 
     @contextmanager
     def request(self) -> Iterator[AddBytes]:
-        """Yield a function that counts further bytes of one request, until the context ends.
+        """Yield a function that counts more or (below 0) fewer bytes of one request, until the context ends.
 
         The function raises ``ResourceExhausted`` if the bytes would exceed ``max_bytes``.
         """

@@ -22,7 +22,7 @@ from quire.services.router.http.openai.completions import CompletionWriter
 from quire.services.router.http.openai.model_routes import ModelRoutes
 from quire.services.router.http.openai.responses import answer_bodies as responses_bodies
 from quire.services.router.http.openai.responses.requests import ResponseRequest
-from quire.services.router.http.openai.responses.writer import ResponseWriter, counting, not_stored
+from quire.services.router.http.openai.responses.writer import ResponseWriter, counting, not_stored, resumed
 from quire.services.router.http.shared.answers import answering
 from quire.services.router.http.shared.bodies import json_response
 from quire.services.router.http.shared.errors import ErrorBody
@@ -99,10 +99,17 @@ def _response_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[R
             ResponseRequest,
             responses_bodies.InputTokens,
         ),
+        Route(
+            "GET",
+            "/v1/responses/{response}",
+            resumed,
+            "Go on with a stream",
+            answer=ErrorBody,
+            event=responses_bodies.ResponseEvent,
+        ),
         *(
             Route(method, f"/v1/responses/{path}", not_stored, "Say that nothing is stored", answer=ErrorBody)
             for method, path in (
-                ("GET", "{response}"),
                 ("DELETE", "{response}"),
                 ("POST", "{response}/cancel"),
                 ("GET", "{response}/input_items"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
@@ -23,6 +23,7 @@ from quire.services.router.http.openapi import openapi_document
 from quire.services.router.http.routes import Route, routes
 from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
+    BODY_ACCOUNT,
     MAX_TOKENS,
     REQUEST_ID,
     REQUEST_ID_HEADER,
@@ -39,6 +40,7 @@ from quire.services.router.http.shared.errors import (
     http_error,
     in_anthropic_form,
 )
+from quire.services.router.http.shared.resumable import ANSWERS, ResumableAnswers
 from quire.services.server.log import get_logger
 
 CANCEL_SECONDS = 0.1
@@ -165,6 +167,8 @@ def _application(
         app.router.add_route(route.method, route.path, route.handler)
         if route.method == "GET":
             app.router.add_route("HEAD", route.path, route.handler)
+    app[ANSWERS] = ResumableAnswers()
+    app.on_cleanup.append(app[ANSWERS].close)
     app.on_response_prepare.append(_name_answer)
     document = openapi_document(table)
 
@@ -280,14 +284,14 @@ def _authorized(servicer: GenerationServicer, open_paths: Collection[str]) -> Mi
 
 
 def _counted(calls: OpenCalls) -> Middleware:
-    """Return middleware that counts POST requests as open calls, and refuses them once the router stops.
+    """Return middleware that counts POST requests and streams as open calls; a stopping router refuses them.
 
     A stopping router waits for its open calls.
     """
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method != "POST":
+        if request.method != "POST" and "stream" not in request.query:
             return await handler(request)
         async with calls.entered():
             with end_raised():
@@ -303,13 +307,14 @@ def _bounded(memory: RequestMemory) -> Middleware:
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, HttpConnection)
-        with memory.request() as add_bytes:
+        with ExitStack() as account:
+            add_bytes = account.enter_context(memory.request())
 
             def add(num_bytes: int) -> None:
                 connection.check_chunks(request)
                 add_bytes(num_bytes)
 
-            request[ADD_BYTES] = add
+            request[ADD_BYTES], request[BODY_ACCOUNT] = add, account
             return await handler(request)
 
     return handle

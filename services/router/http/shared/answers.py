@@ -24,6 +24,7 @@ from quire.services.router.http.shared.bodies import (
 )
 from quire.services.router.http.shared.errors import HttpError
 from quire.services.router.http.shared.fields import AnswerFields
+from quire.services.router.http.shared.resumable import ANSWERS
 from quire.services.router.http.shared.streams import encoded, run, send_events
 from quire.services.router.outputs.answer_size import PromptLogprobs, all_of, check_answer_size
 
@@ -40,6 +41,8 @@ class AnswerWriter(ABC, Generic[B]):
 
     end_of_stream: ClassVar[bytes] = b""
     """Sent after the last event."""
+    resumes: ClassVar[bool] = False
+    """Whether streams go on after a lost connection."""
 
     def __init__(self, body: B, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         self.body = body
@@ -101,8 +104,10 @@ def answering(
 
         messages = run(servicer, tenant, generations, headers, writer.names(), checked)
         if body.stream:
-            events = encoded(writer.events(messages), writer.end_of_stream)
-            return await send_events(request, events, writer.failed)
+            events, failed = encoded(writer.events(messages), writer.end_of_stream), writer.failed
+            if not writer.resumes:
+                return await send_events(request, events, failed)
+            return await request.app[ANSWERS].begin(request, events, failed)
         check_answer_size(generations, model.max_model_len)
         async with aclosing(messages):
             received = await all_of(messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TypeVar
 
 from aiohttp import web
@@ -24,6 +24,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 """Key under which a request stores its id, for the answer's header and the log."""
 ADD_BYTES: web.RequestKey[AddBytes] = web.RequestKey("add_bytes")
 """Key under which a request stores the function that counts its bytes."""
+BODY_ACCOUNT = web.RequestKey("body_account", ExitStack)
+"""Key under which a request stores the context in which its bytes count."""
 TENANT = web.RequestKey("tenant", Tenant)
 """Key under which handlers find the tenant of a request."""
 MAX_TOKENS = web.RequestKey("max_tokens", int)

@@ -26,6 +26,7 @@ from quire.services.router.http.openai.responses.requests import LOGPROBS, Respo
 from quire.services.router.http.shared.answers import AnswerWriter
 from quire.services.router.http.shared.bodies import TENANT, json_response, read_body
 from quire.services.router.http.shared.errors import HttpError
+from quire.services.router.http.shared.resumable import ANSWERS
 
 
 class ResponseWriter(AnswerWriter[ResponseRequest]):
@@ -34,6 +35,8 @@ class ResponseWriter(AnswerWriter[ResponseRequest]):
     Raises:
         InvalidArgument: two fields contradict each other.
     """
+
+    resumes = True
 
     def __init__(self, body: ResponseRequest, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         super().__init__(body, model, name, turn)
@@ -149,6 +152,14 @@ def counting(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[
             )
 
     return count
+
+
+async def resumed(request: web.Request) -> web.StreamResponse:
+    """Send the rest of a stream; raise ``NotFound`` if it is not in flight here."""
+    if request.method != "GET" or request.query.get("stream") != "true":
+        return await not_stored(request)
+    name, last = request.match_info["response"], request.query.get("starting_after", "-1")
+    return await request.app[ANSWERS].resume(request, name.removeprefix("resp_"), last, "starting_after")
 
 
 async def not_stored(request: web.Request) -> web.Response:
