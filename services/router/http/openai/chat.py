@@ -66,6 +66,8 @@ class _Answer:
 class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
     """A request to ``/v1/chat/completions``."""
 
+    resumes = "asked"
+
     def __init__(
         self, body: ChatCompletionRequest, model: ServedModel, name: str, turn: asyncio.Lock
     ) -> None:

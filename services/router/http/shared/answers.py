@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -41,8 +41,8 @@ class AnswerWriter(ABC, Generic[B]):
 
     end_of_stream: ClassVar[bytes] = b""
     """Sent after the last event."""
-    resumes: ClassVar[bool] = False
-    """Whether streams go on after a lost connection."""
+    resumes: ClassVar[Literal["always", "asked", "never"]] = "never"
+    """Which streams go on after a lost connection; a client asks for it with the header Last-Event-ID."""
 
     def __init__(self, body: B, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         self.body = body
@@ -90,6 +90,10 @@ def answering(
         name = request_id(request, body.request_id)
         model = await servicer.joined_model(tenant)
         writer = writer_type(body, model, name, turn)
+        last = request.headers.get("Last-Event-ID") if writer.resumes == "asked" and body.stream else None
+        if last:
+            name, _, number = last.rpartition(":")
+            return await request.app[ANSWERS].resume(request, name, number, "Last-Event-ID")
         generations, headers, sizes = writer.generations(), request.headers.items(), PromptLogprobs()
         for each in generations:
             each.session = body.session
@@ -105,9 +109,9 @@ def answering(
         messages = run(servicer, tenant, generations, headers, writer.names(), checked)
         if body.stream:
             events, failed = encoded(writer.events(messages), writer.end_of_stream), writer.failed
-            if not writer.resumes:
+            if last is None and writer.resumes != "always":
                 return await send_events(request, events, failed)
-            return await request.app[ANSWERS].begin(request, events, failed)
+            return await request.app[ANSWERS].begin(request, events, failed, has_ids=last is not None)
         check_answer_size(generations, model.max_model_len)
         async with aclosing(messages):
             received = await all_of(messages)

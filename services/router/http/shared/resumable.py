@@ -28,12 +28,13 @@ class _Answer:
 
     Args:
         kept: the tenant's answers by the ids of their requests, for as long as they are kept.
+        has_ids: whether each event has an ``id:`` line, with the request's id and the event's number.
     """
 
     def __init__(
-        self, request: web.Request, kept: dict[str, _Answer], events: Events, failed: Failed
+        self, request: web.Request, kept: dict[str, _Answer], events: Events, failed: Failed, *, has_ids: bool
     ) -> None:
-        self._name, self._kept, self._failed = request[REQUEST_ID], kept, failed
+        self._name, self._kept, self._failed, self._has_ids = request[REQUEST_ID], kept, failed, has_ids
         self._add_bytes, self._account = request[ADD_BYTES], request[BODY_ACCOUNT].pop_all()
         self._events: list[bytes] = []
         # Number of the first event that is kept, and of the next one for the reader.
@@ -109,6 +110,8 @@ class _Answer:
                 await self._changed.wait()
 
     def _append(self, event: bytes) -> None:
+        if self._has_ids:
+            event = f"id: {self._name}:{self.first + len(self._events)}\n".encode() + event
         self._events.append(event)
         self._num_bytes += len(event)
         try:
@@ -136,12 +139,14 @@ class ResumableAnswers:
         self._kept: defaultdict[str, dict[str, _Answer]] = defaultdict(dict)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, request: web.Request, events: Events, failed: Failed) -> web.StreamResponse:
+    async def begin(
+        self, request: web.Request, events: Events, failed: Failed, *, has_ids: bool
+    ) -> web.StreamResponse:
         """Begin to send an answer; it replaces an earlier one of a request with the same id."""
         kept, name = self._kept[request[TENANT].name], request[REQUEST_ID]
         if name in kept or len(kept) == MAX_ANSWERS:
             kept[name if name in kept else next(iter(kept))].forget()
-        answer = kept[name] = _Answer(request, kept, events, failed)
+        answer = kept[name] = _Answer(request, kept, events, failed, has_ids=has_ids)
         self._tasks.add(answer.task)
         answer.task.add_done_callback(self._tasks.discard)
         return await answer.send(request, 0)

@@ -71,8 +71,9 @@ class Model:
                 return await self.answers.resume(request, name, request.query["after"], "after")
             request[BODY_ACCOUNT] = ExitStack()
             request[ADD_BYTES] = request[BODY_ACCOUNT].enter_context(self.memory.request())
+            ids = "ids" in request.query
             request[REQUEST_ID] = name
-            return await self.answers.begin(request, self.write(), lambda error: error.body)
+            return await self.answers.begin(request, self.write(), lambda error: error.body, has_ids=ids)
         except (NotFound, InvalidArgument, Unavailable) as error:
             return web.Response(status={NotFound: 404, InvalidArgument: 400}.get(type(error), 503))
 
@@ -275,6 +276,13 @@ async def test_an_error_before_the_first_event_is_a_status() -> None:
     async with serving([]) as (model, client):
         model.error = Unavailable("full")
         assert (await client.get("/a")).status == 503
+
+
+async def test_events_have_ids_if_they_are_asked_for() -> None:
+    async with serving() as (_, client):
+        expected = [b"id: a:%d\n" % at + event for at, event in enumerate(EVENTS)]
+        assert await read(await client.get("/a", params={"ids": ""})) == b"".join(expected)
+        assert await read(await client.get("/a", params={"after": 1})) == b"".join(expected[2:])
 
 
 async def test_the_end_of_the_server_ends_all_answers() -> None:

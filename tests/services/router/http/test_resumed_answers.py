@@ -16,6 +16,8 @@ from quire.services.router.http.shared.resumable import ANSWERS
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from tests.testing.until import until
 
+CHAT = {"messages": [{"role": "user", "content": "say it"}], "stream": True, "request_id": "r"}
+
 
 def pause(pair: Any) -> None:
     """Let the decode workers wait before a token."""
@@ -66,6 +68,31 @@ async def test_an_abandoned_answer_ends_on_its_workers(
     await until(lambda: any(pair[name].aborted.is_set() for name in ("d1", "d2")))
     await until(lambda: pair.metric("quire_router_requests_running") == 0)
     assert pair.metric("quire_request_failure_total", grpc_code="CANCELLED") == 1
+
+
+async def test_a_chat_that_asks_for_it_goes_on(http: ClientSession, pair: Any) -> None:
+    asked = {"Last-Event-ID": ""}
+    async with http.post("/v1/chat/completions", json=CHAT, headers=asked) as response:
+        whole = await response.read()
+    events = whole.decode().split("\n\n")[:-1]
+    assert [event.split("\n")[0] for event in events] == [f"id: r:{at}" for at in range(len(events))]
+    for at in range(len(events)):
+        last = {"Last-Event-ID": f"r:{at}"}
+        async with http.post("/v1/chat/completions", json=CHAT, headers=last) as response:
+            assert (await response.text()).split("\n\n")[:-1] == events[at + 1 :]
+    for last_id, status in (("other:0", 404), ("r", 400), ("x:y", 400)):
+        headers = {"Last-Event-ID": last_id}
+        async with http.post("/v1/chat/completions", json=CHAT, headers=headers) as response:
+            assert response.status == status
+
+
+async def test_other_streams_are_as_before(http: ClientSession, pair: Any) -> None:
+    for path, asks, headers in (
+        ("/v1/chat/completions", CHAT, {}),
+        ("/v1/completions", {"prompt": "x", "stream": True}, {"Last-Event-ID": "r:0"}),
+    ):
+        async with http.post(path, json=asks, headers=headers) as response:
+            assert (await response.text()).startswith("data: {")
 
 
 async def test_a_head_request_disturbs_no_reader(http: ClientSession, pair: Any) -> None:

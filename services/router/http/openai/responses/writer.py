@@ -36,7 +36,7 @@ class ResponseWriter(AnswerWriter[ResponseRequest]):
         InvalidArgument: two fields contradict each other.
     """
 
-    resumes = True
+    resumes = "always"
 
     def __init__(self, body: ResponseRequest, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         super().__init__(body, model, name, turn)
