@@ -15,6 +15,7 @@ from quire.sampling.messages import format_from_proto, to_proto
 from quire.sampling.params import BeamParams, ResponseOptions, SamplingParams
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import validate
+from quire.services.router.tenants.session_name import session_name
 from quire.services.worker.requests.convert import sequence_from_proto
 
 # Messages whose fields are all parameters; the fields of other messages count as one value.
@@ -82,7 +83,8 @@ async def outcome(generation: pb.Generation, model: ServedModel) -> tuple[Any, .
     sequence = sequence_from_proto(message, b"", model.vocab_size, stops_after_prefill=False)
     engine = (sequence.params, sequence.token_ids, format_from_proto(message.format))
     assert (sequence.params, format_from_proto(message.format)) == (valid.params, valid.format)
-    return *engine, valid.response, valid.num_best, valid.request_id, valid.cache_salt
+    router = (valid.response, valid.num_best, valid.request_id, valid.cache_salt, valid.division is None)
+    return *engine, *router, session_name((), generation.session)
 
 
 async def is_dropped(path: str, model: ServedModel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -283,7 +284,7 @@ class _Run:
         timeout = aiohttp.ClientTimeout(DEADLINE_SECONDS)
         headers = {"content-type": "application/json"}
         async with self._session.post(
-            url, data=json.dumps(body), headers=headers, timeout=timeout
+            url, data=io.BytesIO(json.dumps(body).encode()), headers=headers, timeout=timeout
         ) as response:
             text = await response.text()
             if response.status == 504 and _is_long(generation):
