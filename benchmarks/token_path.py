@@ -2,7 +2,8 @@
 
     python -m quire.benchmarks.token_path --clients 1,16,64 --tokens 200 --rounds 3
 
-A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP.
+A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP,
+and over gRPC also divided into reasoning, content and tool calls.
 ``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
 main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
 several steps share a message because the router or the client is slower than the engine. ``bare`` is the CPU
@@ -77,14 +78,19 @@ async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tok
     return Cost(total / seconds, num_messages / total, *used)
 
 
-def over_grpc(channels: Sequence[grpc.aio.Channel]) -> Stream:
-    """Return a function that streams an answer over gRPC, on each connection in turn."""
+def over_grpc(channels: Sequence[grpc.aio.Channel], *, parse: bool = False) -> Stream:
+    """Return a function that streams an answer over gRPC, on each connection in turn.
+
+    Args:
+        parse: divide the answer into reasoning, content and tool calls.
+    """
     stubs = cycle([pb_grpc.GenerationServiceStub(channel) for channel in channels])
 
     async def stream(num_tokens: int) -> int:
         generation = pb.Generation(
             token_ids=pb.TokenIds(ids=PROMPT),
             stopping=pb.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
+            response=pb.ResponseOptions(parse=parse),
         )
         request = pb.GenerateStreamRequest(generation=generation)
         return len([message async for message in next(stubs).GenerateStream(request)])
@@ -156,7 +162,9 @@ async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
         number = 1 if len(stack.routers) == 1 else CONNECTIONS_PER_PROCESS * len(stack.routers)
         options = [("grpc.use_local_subchannel_pool", 1)]
         made = [grpc.aio.insecure_channel(stack.address, options=options) for _ in range(number)]
-        yield "gRPC", over_grpc([await channels.enter_async_context(channel) for channel in made])
+        opened = [await channels.enter_async_context(channel) for channel in made]
+        yield "gRPC", over_grpc(opened)
+        yield "gRPC, divided", over_grpc(opened, parse=True)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         yield "HTTP", over_http(session, f"http://{stack.http_address}")
 

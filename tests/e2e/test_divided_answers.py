@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 
 from quire.client import Client, Content, Reasoning, ToolCall
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import connect, kill_busy_worker
 from tests.testing.thinking_model import END_ID, thinking_stack
 
 PARAMETERS = {
@@ -148,3 +150,34 @@ def test_the_python_client_has_typed_pieces(stack: RunningStack) -> None:
         said: Any = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
         said.append({"role": "tool", "content": "noon", "tool_call_id": call.id})
         assert client.detokenize(client.tokenize(said)).count(call.id) == 1
+
+
+async def test_a_call_survives_the_worker_that_writes_it(tmp_path: Path) -> None:
+    text = {"type": "string", "minLength": 1000, "maxLength": 1100}
+    parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    function = {"name": "write", "parameters": parameters, "strict": True}
+    asked: Any = {
+        "seed": 3,
+        "max_tokens": 2000,
+        "parse": True,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "single_call": True,
+        "template_arguments": {"enable_thinking": False},
+    }
+    with thinking_stack(tmp_path / "demo", num_decode=2) as stack:
+        async with connect(stack) as (client, workers):
+            whole = await client.chat(MESSAGES, **asked)
+            pieces, has_killed = [], False
+            async for delta in client.stream(MESSAGES, **asked):
+                pieces += [piece for piece in delta.pieces if isinstance(piece, ToolCall)]
+                if len("".join(piece.arguments for piece in pieces)) > 30 and not has_killed:
+                    has_killed = True
+                    await kill_busy_worker(stack, workers)
+                usage = delta.usage
+    [call] = whole.choices[0].tool_calls
+    assert "".join(piece.arguments for piece in pieces) == call.arguments
+    assert [(piece.id, piece.name) for piece in pieces if piece.name] == [(call.id, "write")]
+    assert usage is not None
+    assert usage.retries == 1
+    assert usage.completion_tokens == whole.usage.completion_tokens

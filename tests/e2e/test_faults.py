@@ -8,10 +8,9 @@ from typing import Any
 
 from quire.client import AsyncClient
 from quire.kvindex.redis_index import RedisIndex, reader_client
-from quire.protos import worker_pb2
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, kill_busy_worker, make_prompt, wait_until_idle
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 30.0
@@ -67,14 +66,8 @@ async def test_a_stream_survives_its_decode_worker(start_stack: StartStack, expe
                 tokens += delta.token_ids
                 if len(tokens) >= 8 and not has_killed:
                     has_killed = True
-                    await _kill_busy_worker(stack, workers)
+                    await kill_busy_worker(stack, workers)
             assert tokens == expected("llama", prompt)
-
-
-async def _kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None:
-    for name in ("decode-0", "decode-1"):
-        if (await workers[name].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
-            stack.workers[name].process.kill()
 
 
 async def test_requests_are_served_while_redis_is_down_and_after_its_restart(

@@ -60,6 +60,13 @@ def decode_worker(
             process.kill()
 
 
+async def kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None:
+    """Kill the decode worker, of two, that has a request."""
+    for name in ("decode-0", "decode-1"):
+        if (await workers[name].GetLoad(pb.GetLoadRequest())).used_blocks:
+            stack.workers[name].process.kill()
+
+
 async def until_decode_workers(client: AsyncClient, count: int) -> None:
     """Wait until a router knows so many decode workers; fail after a minute."""
     async with asyncio.timeout(WAIT_SECONDS):

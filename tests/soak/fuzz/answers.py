@@ -33,7 +33,7 @@ def answer_problem(generation: pb.Generation, response: pb.GenerateResponse) -> 
 def _choice_problem(generation: pb.Generation, choice: pb.Choice) -> str | None:
     sampling, stopping, response = generation.sampling, generation.stopping, generation.response
     ends = choice.finish_reason
-    if ends not in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+    if ends not in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS):
         return f"the finish reason is {ends}"
     if len(choice.token_ids) < stopping.min_tokens and ends == pb.FINISH_REASON_STOP:
         return "fewer tokens than min_tokens"
@@ -44,13 +44,20 @@ def _choice_problem(generation: pb.Generation, choice: pb.Choice) -> str | None:
             return "a bad word"
     # Before min_tokens a stop string does not count.
     counts = not response.keep_stop_string and not stopping.min_tokens
-    if counts and any(stop in choice.text for stop in stopping.stop_strings):
+    if counts and any(stop in _shown(choice) for stop in stopping.stop_strings):
         return "a stop string within the text"
+    if response.parse and sum(piece.num_tokens for piece in choice.pieces) != len(choice.token_ids):
+        return "pieces of more or fewer tokens than the answer has"
     if response.HasField("logprobs") and len(choice.logprobs) != len(choice.token_ids):
         return f"{len(choice.logprobs)} logprobs for {len(choice.token_ids)} tokens"
     if any(logprob.logprob != logprob.logprob or logprob.logprob > 1e-3 for logprob in choice.logprobs):
         return "a logprob that is none"
     return _format_problem(generation, choice)
+
+
+def _shown(choice: pb.Choice) -> str:
+    """Return the text, or the content of an answer that was divided, whose text is as the model wrote it."""
+    return "".join(piece.content for piece in choice.pieces) if choice.pieces else choice.text
 
 
 def _contains(token_ids: Sequence[int], word: list[int]) -> bool:
@@ -67,12 +74,12 @@ def _format_problem(generation: pb.Generation, choice: pb.Choice) -> str | None:
     match generation.format.WhichOneof("format"):
         case "json_schema":
             try:
-                json.loads(choice.text)
+                json.loads(_shown(choice))
             except ValueError:
                 return f"no JSON: {choice.text!r}"
         case "regex":
             try:
-                is_match = re.fullmatch(generation.format.regex, choice.text)
+                is_match = re.fullmatch(generation.format.regex, _shown(choice))
             except re.error:
                 return None  # the notations of Python and of the server differ
             # Python and the server may know different versions of Unicode.
