@@ -274,6 +274,7 @@ class _Run:
             choice.token_ids.extend(message.token_ids)
             choice.logprobs.extend(message.logprobs)
             choice.finish_reason = message.finish_reason or choice.finish_reason
+            choice.pieces.extend(message.pieces)
             whole.usage.MergeFrom(message.usage)
         whole.choices.extend(choices[index] for index in sorted(choices))
         return whole
