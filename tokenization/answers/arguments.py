@@ -41,7 +41,7 @@ def json_object(text: str) -> str | None:
 def parameter_types(schema: Mapping[str, Any], key: str) -> set[str]:
     """Return the JSON types that the schema of a tool's parameters allows for one of them; none: any type."""
     try:
-        return _types(schema["properties"][key], schema)
+        return _types(schema["properties"][key], schema, set())
     except _ERRORS:  # a schema that is not well formed says nothing
         return set()
 
@@ -105,22 +105,23 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int = 8) -> set[str]:
-    """Return the JSON types that a schema allows, or none if it does not say."""
-    if not isinstance(schema, Mapping) or not depth:
+def _types(schema: object, root: Mapping[str, Any], followed: set[str]) -> set[str]:
+    """Return the JSON types that a schema allows, or none if it does not say; follow each reference once."""
+    if not isinstance(schema, Mapping) or schema.get("$ref") in followed:
         return set()
     if "$ref" in schema:
+        followed.add(schema["$ref"])
         target: Any = root
         for name in schema["$ref"].removeprefix("#/").split("/"):
             target = target[name]
-        return _types(target, root, depth - 1)
+        return _types(target, root, followed)
     declared = schema.get("type", [])
     if declared:
         return {declared} if isinstance(declared, str) else set(map(str, declared))
     values = [schema["const"]] if "const" in schema else schema.get("enum") or []
     choices = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key) or []]
     return {_TYPE_NAMES.get(type(value), "") for value in values}.union(
-        *(_types(each, root, depth - 1) for each in choices)
+        *(_types(each, root, followed) for each in choices)
     )
 
 
