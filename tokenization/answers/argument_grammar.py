@@ -132,17 +132,17 @@ class _Literals:
     def _members(self, schema: Schema, key: str) -> str:
         """Return the members in the order of the schema; the optional ones may be left out."""
         members = [
-            (f"{quoted(key.format(name))} {self._value(each)}", is_required)
+            (self._lark.add_part(f"{quoted(key.format(name))} {self._value(each)}"), is_required)
             for name, each, is_required in _properties(schema)
         ]
         # The first member has no comma before it, so each one that may be the first has its own alternative.
-        starts = []
-        for at, (member, is_required) in enumerate(members):
-            rest = [f"({_COMMA} {each})" + ("" if needed else "?") for each, needed in members[at + 1 :]]
-            starts.append(" ".join((member, *rest)))
-            if is_required:
-                return f"({' | '.join(starts)})"
-        return f"({' | '.join(starts)})?" if starts else ""
+        starts: list[str] = []
+        rest = ""
+        for member, is_required in reversed(members):
+            starts = [f"{member} {rest}", *([] if is_required else starts)]
+            rest = self._lark.add_part(f"({_COMMA} {member}){'' if is_required else '?'} {rest}")
+        is_optional = not any(is_required for _, is_required in members)
+        return f"({' | '.join(starts)}){'?' if is_optional else ''}" if starts else ""
 
     def _value(self, schema: Schema) -> str:
         if "enum" in schema or "const" in schema:
@@ -160,7 +160,7 @@ class _Literals:
                 return quoted(self._words[2])
             case "array" if "items" in schema:
                 _check(schema, _NOTES | {"type", "items"})
-                return _listed("[", self._value(schema["items"]), "]")
+                return _listed("[", self._lark.add_part(self._value(schema["items"])), "]")
             case "object" if "properties" in schema:
                 key = '"{}": ' if self._is_python else "{}:"
                 return f'"{{" {self._members(schema, key)} "}}"'

@@ -35,6 +35,10 @@ class Lark:
         self._rules[name] = symbols
         return name.partition("[")[0]
 
+    def add_part(self, symbols: str) -> str:
+        """Define a rule without a name of its own, and return its name."""
+        return self.add(f"part_{len(self._rules)}", symbols)
+
     def grammar(self, start: str) -> str:
         """Return the whole grammar, whose answers have the form ``start``."""
         rules = "\n".join(f"{name}: {symbols}" for name, symbols in self._rules.items())
