@@ -42,8 +42,10 @@ def written_arguments(
         return writer.any_arguments()
     try:
         return writer.arguments(schema)
-    except UnsupportedSchemaError as error:
+    except (UnsupportedSchemaError, AttributeError, TypeError, RecursionError) as error:
         if is_strict:
+            if not isinstance(error, UnsupportedSchemaError):
+                error = UnsupportedSchemaError("its schema is malformed, too deep, or has true as a part")
             raise UnsupportedSchemaError(
                 f"{tool}: {error}, in the form in which this model writes calls"
             ) from None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from quire.tokenization.answers.argument_grammar import UnsupportedSchemaError
 from quire.tokenization.answers.arguments import parameter_types
 from quire.tokenization.answers.call_grammar import CallRules, Tool, call_grammar
-from quire.tokenization.answers.formats import LLAMA_PYTHON, AnswerFormat
+from quire.tokenization.answers.formats import LLAMA_PYTHON, QWEN_CODER, AnswerFormat, CallFormat
 
 
 def test_references_to_themselves_are_followed_once() -> None:
@@ -28,3 +31,19 @@ def test_the_grammar_of_nested_objects_grows_with_their_depth() -> None:
         return len(grammar)
 
     assert length(8) < 3 * length(4)
+
+
+@pytest.mark.parametrize("calls", [LLAMA_PYTHON, QWEN_CODER])
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"a": True}}, {"properties": []}, {"required": 5, "properties": {"a": {}}}]
+)
+def test_a_schema_that_no_grammar_can_express_is_refused_only_if_it_is_strict(
+    calls: CallFormat, schema: dict[str, Any]
+) -> None:
+    def grammar(is_strict: bool) -> str | None:
+        rules = CallRules([Tool("search", schema, is_strict)], must_call=True)
+        return call_grammar(AnswerFormat(calls=calls), rules, {}, in_reasoning=False)
+
+    assert grammar(is_strict=False)
+    with pytest.raises(UnsupportedSchemaError, match="search: its schema is malformed"):
+        grammar(is_strict=True)
