@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -98,15 +101,19 @@ def _messages(body: requests.ResponseRequest) -> list[dict[str, Any]]:
     if body.instructions is not None:
         items = [requests.InputMessage(type="message", role="system", content=body.instructions), *items]
     messages: list[dict[str, Any]] = []
-    for message in map(_message, items):
-        role, last = message["role"], messages[-1] if messages else {}
-        if role in ("user", "tool") or role != last.get("role"):
-            messages.append(message)
-        elif role == "system":
-            last["content"] += "\n\n" + message["content"]
-        else:
+    for role, group in groupby(map(_message, items), key=itemgetter("role")):
+        alike = list(group)
+        if role in ("user", "tool"):
+            messages += alike
+            continue
+        texts: defaultdict[str, list[Any]] = defaultdict(list)
+        between = "\n\n" if role == "system" else ""
+        for message in alike:
             for name in message.keys() - {"role"}:
-                last[name] = last[name] + message[name] if name in last else message[name]
+                texts[name] += message[name] if name == "tool_calls" else [message[name]]
+        # Joined once: appending to a text of megabytes for each item would take seconds.
+        joined = {name: each if name == "tool_calls" else between.join(each) for name, each in texts.items()}
+        messages.append({"role": role, **joined})
     return messages
 
 
