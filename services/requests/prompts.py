@@ -167,7 +167,9 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
     if tools and not model.chat_template.shows_tools:
         raise InvalidArgument(f"{field}.tools", "the model's chat template does not show it any tools")
     try:
-        return model.chat_template.render(messages, tools, arguments)
+        text = model.chat_template.render(messages, tools, arguments)
+        # The JSON texts may have half of a surrogate pair, which UTF-8 cannot express.
+        return text.encode(errors="replace").decode()
     except ChatTemplateError as error:
         raise InvalidArgument(f"{field}.messages", shortened(str(error))) from error
 

@@ -226,6 +226,13 @@ async def test_the_models_own_limit_is_not_reported_as_the_clients(model: Served
     assert (valid.params.max_tokens, valid.is_clamped) == (4, False)
 
 
+async def test_half_of_a_surrogate_pair_in_an_earlier_call_is_replaced(model: ServedModel) -> None:
+    template = dataclasses.replace(model, chat_template=ChatTemplate("{{ messages[0].note }}", {}))
+    sent, expected = (chat(("user", "x")).chat for _ in range(2))
+    sent.messages[0].more, expected.messages[0].more = '{"note": "a\\ud83d"}', '{"note": "a?"}'
+    assert await encode_chat(sent, template) == await encode_chat(expected, template)
+
+
 async def test_large_chats_are_rendered_in_a_thread(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,7 +223,9 @@ def counting_messages(servicer: GenerationServicer) -> Callable[[web.Request], A
 def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call; those of a call that was cut are empty."""
     try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
+        text = json.dumps(json.loads(arguments or "{}"), ensure_ascii=False)
+        # A model may write half of a surrogate pair, which UTF-8 cannot express.
+        value = json.loads(text.encode(errors="replace"))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -72,8 +72,9 @@ def _described(tool: Tool) -> dict[str, Any]:
 def input_of(arguments: str) -> str:
     """Return the input of a custom tool from the arguments of its function; of a part of them, the part."""
     try:
-        return str(json.loads(arguments)["input"])
-    except (ValueError, TypeError, KeyError):
+        # A model may write half of a surrogate pair, which UTF-8 cannot express.
+        return str(json.loads(arguments)["input"]).encode(errors="replace").decode()
+    except (ValueError, TypeError, KeyError, RecursionError):
         return arguments
 
 

@@ -19,7 +19,7 @@ from quire.services.requests.served_model import ServedModel
 from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent
 from quire.services.router.http.anthropic.conversation import conversation
 from quire.services.router.http.anthropic.requests import MessagesRequest
-from quire.services.router.http.anthropic.writer import SIGNATURE, MessagesWriter
+from quire.services.router.http.anthropic.writer import SIGNATURE, MessagesWriter, _input
 from quire.services.router.http.shared.json_text import to_json
 from quire.tokenization.chat_template import ChatTemplate
 
@@ -305,3 +305,11 @@ def test_a_call_that_was_cut_has_an_empty_input() -> None:
     messages = answered(call("weather", '{"city": "Ro'), finish=pb.FINISH_REASON_LENGTH)
     answer = whole(messages)
     assert (answer["content"][0]["input"], answer["stop_reason"]) == ({}, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [('{"a": "\\ud83d!"}', {"a": "?!"}), ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", {})],
+)
+def test_arguments_that_json_cannot_have_again_do_not_fail(arguments: str, expected: dict[str, Any]) -> None:
+    assert _input(arguments) == expected

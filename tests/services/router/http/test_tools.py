@@ -87,3 +87,13 @@ def test_earlier_calls_keep_their_ids_and_have_objects_as_arguments() -> None:
     assert (second["id"], second["function"]["arguments"]) == ("2", {"input": "x"})
     with pytest.raises(InvalidArgument, match="must have a function"):
         template_calls([CalledTool(id="3")])
+
+
+@pytest.mark.parametrize(("written", "expected"), [('"\\ud83d!"', "?!"), ('"\\ud83d\\ude00"', "\U0001f600")])
+def test_half_of_a_surrogate_pair_in_an_input_is_replaced(written: str, expected: str) -> None:
+    assert input_of(f'{{"input": {written}}}') == expected
+
+
+def test_an_input_that_is_nested_too_deep_is_returned_as_it_is() -> None:
+    arguments = '{"input": ' + "[" * 5000 + "]" * 5000 + "}"
+    assert input_of(arguments) == arguments
