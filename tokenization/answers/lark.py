@@ -93,7 +93,10 @@ def json_value(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     Args:
         is_lenient: keywords that llguidance does not know are passed over instead of refused.
     """
-    options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})} | ({"lenient": True} if is_lenient else {})
+    asked = schema.get("x-guidance")
+    options = {**_JSON_OPTIONS, **(asked if isinstance(asked, dict) else {})}
+    if is_lenient:
+        options["lenient"] = True
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"
 
 

@@ -336,3 +336,8 @@ def test_the_tools_of_an_agent_compile() -> None:
             grammar = call_grammar(model(name).format, rules, model(name).token_ids, in_reasoning=False)
             if grammar is not None:
                 model(name).matcher(grammar)
+
+
+def test_options_of_a_schema_that_are_none_are_passed_over() -> None:
+    grammar = model("hermes").grammar(Tool("weather", {"type": "object", "x-guidance": "a"}), must_call=True)
+    assert model("hermes").accepts(grammar, FAMILIES["hermes"].call)

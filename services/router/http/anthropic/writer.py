@@ -12,6 +12,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests.prompts import encode_chat
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import check_model
@@ -34,6 +35,9 @@ SIGNATURE = "quire"
 _NAMES = {
     "text": "messages",
     "token_ids": "messages",
+    "chat": "messages",
+    "chat.messages": "messages",
+    "chat.tools": "tools",
     "stopping.stop_strings": "stop_sequences",
     "chat.template_arguments": "thinking",
     "format.json_schema": "output_config.format",
@@ -214,7 +218,10 @@ def counting_messages(servicer: GenerationServicer) -> Callable[[web.Request], A
         async with servicer.admitted(request[TENANT]):
             model = (await servicer.joined_cluster()).model
             check_model(body.model, model)
-            tokens = await encode_chat(conversation(body, model.chat_template), model)
+            try:
+                tokens = await encode_chat(conversation(body, model.chat_template), model)
+            except InvalidArgument as error:
+                raise error.renamed(_NAMES) from error
             return json_response(TokenCount(input_tokens=len(tokens)))
 
     return count

@@ -16,6 +16,7 @@ from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.shared.bodies import (
+    INLINE_BODY_BYTES,
     MAX_TOKENS,
     TENANT,
     read_body,
@@ -77,6 +78,20 @@ class AnswerWriter(ABC, Generic[B]):
         return error.body
 
 
+async def _translated(
+    request: web.Request, make: Callable[[], AnswerWriter[B]]
+) -> tuple[AnswerWriter[B], list[pb.Generation]]:
+    """Return the writer of a request and its prompts; a large body is translated in a thread."""
+
+    def translate() -> tuple[AnswerWriter[B], list[pb.Generation]]:
+        writer = make()
+        return writer, writer.generations()
+
+    # A body that comes in chunks has no length.
+    is_small = (request.content_length or INLINE_BODY_BYTES + 1) <= INLINE_BODY_BYTES
+    return translate() if is_small else await asyncio.to_thread(translate)
+
+
 def answering(
     servicer: GenerationServicer,
     turn: asyncio.Lock,
@@ -89,12 +104,12 @@ def answering(
         body, tenant = await read_body(request, body_type), request[TENANT]
         name = request_id(request, body.request_id)
         model = await servicer.joined_model(tenant)
-        writer = writer_type(body, model, name, turn)
+        writer, generations = await _translated(request, lambda: writer_type(body, model, name, turn))
         last = request.headers.get("Last-Event-ID") if writer.resumes == "asked" and body.stream else None
         if last:
             name, _, number = last.rpartition(":")
             return await request.app[ANSWERS].resume(request, name, number, "Last-Event-ID")
-        generations, headers, sizes = writer.generations(), request.headers.items(), PromptLogprobs()
+        headers, sizes = request.headers.items(), PromptLogprobs()
         for each in generations:
             each.session = body.session
 
