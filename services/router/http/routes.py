@@ -22,7 +22,12 @@ from quire.services.router.http.openai.completions import CompletionWriter
 from quire.services.router.http.openai.model_routes import ModelRoutes
 from quire.services.router.http.openai.responses import answer_bodies as responses_bodies
 from quire.services.router.http.openai.responses.requests import ResponseRequest
-from quire.services.router.http.openai.responses.writer import ResponseWriter, counting, not_stored, resumed
+from quire.services.router.http.openai.responses.writer import (
+    ResponseWriter,
+    counting_input,
+    not_stored,
+    resumed,
+)
 from quire.services.router.http.shared.answers import answering
 from quire.services.router.http.shared.bodies import json_response
 from quire.services.router.http.shared.errors import ErrorBody
@@ -94,7 +99,7 @@ def _response_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[R
         Route(
             "POST",
             "/v1/responses/input_tokens",
-            counting(servicer),
+            counting_input(servicer),
             "Count the tokens of a prompt",
             ResponseRequest,
             responses_bodies.InputTokens,

@@ -189,3 +189,17 @@ async def test_a_cut_call_is_no_call_that_ended(tokenizer: Tokenizer) -> None:
     token_ids = await tokenizer.encode(f"</think>\n\n{CALL}", add_special_tokens=False)
     response = assembler(tokenizer, division=division()).respond(part(token_ids[:-20], LENGTH))
     assert response.finish_reason == LENGTH
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+async def test_a_character_that_is_cut_is_in_the_pieces(tokenizer: Tokenizer, size: int) -> None:
+    token_ids = await tokenizer.encode("</think>\n\nhello \U0001f30d", add_special_tokens=False)
+    token_ids = token_ids[:-1]
+    answer = assembler(tokenizer, division=division())
+    sent = [answer.respond(part(token_ids[at : at + size])) for at in range(0, len(token_ids), size)]
+    sent.append(answer.respond(part([], LENGTH)))
+    text = "".join(response.text for response in sent)
+    assert text.endswith("\ufffd")
+    pieces = parts_of(sent)
+    assert "".join(piece.content for piece in pieces) == text.removeprefix("</think>\n\n")
+    assert sum(piece.num_tokens for piece in pieces) == len(token_ids)

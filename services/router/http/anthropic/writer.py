@@ -12,10 +12,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
-from quire.rpc.errors import InvalidArgument
-from quire.services.requests.prompts import encode_chat
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import check_model
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.anthropic.answer_bodies import (
     Answer,
@@ -28,8 +25,8 @@ from quire.services.router.http.anthropic.answer_bodies import (
 from quire.services.router.http.anthropic.conversation import conversation
 from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
 from quire.services.router.http.shared.answers import AnswerWriter
-from quire.services.router.http.shared.bodies import TENANT, json_response, read_body
 from quire.services.router.http.shared.errors import HttpError, in_anthropic_form
+from quire.services.router.http.shared.token_counts import counting
 
 SIGNATURE = "quire"
 _NAMES = {
@@ -211,20 +208,14 @@ class MessagesWriter(AnswerWriter[MessagesRequest]):
 
 
 def counting_messages(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that counts the tokens of a prompt; the call counts as a request for admission."""
-
-    async def count(request: web.Request) -> web.Response:
-        body = await read_body(request, CountTokensRequest)
-        async with servicer.admitted(request[TENANT]):
-            model = (await servicer.joined_cluster()).model
-            check_model(body.model, model)
-            try:
-                tokens = await encode_chat(conversation(body, model.chat_template), model)
-            except InvalidArgument as error:
-                raise error.renamed(_NAMES) from error
-            return json_response(TokenCount(input_tokens=len(tokens)))
-
-    return count
+    """Return a handler that counts the tokens of a conversation."""
+    return counting(
+        servicer,
+        CountTokensRequest,
+        lambda body, model: conversation(body, model.chat_template),
+        _NAMES,
+        lambda number: TokenCount(input_tokens=number),
+    )
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class _Answer:
     content_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     """Those of content, if the client asked for logprobs."""
     inputs: dict[int, str] = field(default_factory=dict)
-    """Arguments so far of calls of custom tools, by the index of the call."""
+    """Arguments of calls of custom tools that were not sent yet, by the index of the call."""
 
     def add(self, message: pb.Choice | pb.GenerateStreamResponse) -> None:
         """Add the tokens of a message."""
@@ -140,6 +140,12 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
                 deltas.append(ChatDelta(index=index, delta=message, finish_reason=None))
                 self._add_tokens(deltas[-1], answer)
         if reason := finish_name(response.finish_reason):
+            # An input that is not complete comes as it is, as in a whole answer.
+            for at, text in answer.inputs.items():
+                if text:
+                    cut = AnswerMessage(tool_calls=[ToolCall(index=at, custom=CustomCall(input=text))])
+                    deltas.append(ChatDelta(index=index, delta=cut, finish_reason=None))
+                    self._add_tokens(deltas[-1], answer)
             deltas.append(ChatDelta(index=index, delta=AnswerMessage(), finish_reason=reason))
             self._add_tokens(deltas[-1], answer)
         return [*events, *(self._event([delta]) for delta in deltas)]
@@ -198,6 +204,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
         inputs[index] += call.arguments
         if call.arguments.endswith("}") and (text := input_of(inputs[index])) != inputs[index]:
             yield ToolCall(index=index, custom=CustomCall(input=text))
+            inputs[index] = ""
 
     def _choice(self, choice: pb.Choice) -> ChatChoice:
         answer = _Answer()

@@ -80,7 +80,6 @@ class StructuredOutputs(Body):
 class GenerationFields(AnswerFields):
     """The fields that both completions and chat completions take."""
 
-    model: str | None = None
     n: Annotated[int, limits("n")] | None = None
     max_tokens: TokenCount | None = None
     temperature: Annotated[float, limits("temperature")] | None = None

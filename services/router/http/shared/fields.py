@@ -54,6 +54,7 @@ class Body(BaseModel):
 class AnswerFields(Body):
     """The fields of every request for an answer, in any API."""
 
+    model: str | None = None
     stream: bool | None = None
     request_id: str | None = Field(None, description="For logs; instead of the header X-Request-Id.")
 

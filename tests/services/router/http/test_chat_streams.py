@@ -223,6 +223,16 @@ async def test_the_input_of_a_custom_tool_is_a_text(ask: Any) -> None:
     assert whole["calls"][0]["text"] == "a\nb"
 
 
+@pytest.mark.parametrize("num_left", [1, 2, 3, 8, 14])
+async def test_a_custom_tool_that_is_cut_is_the_same_whole_and_streamed(ask: Any, num_left: int) -> None:
+    tools = [{"type": "custom", "custom": {"name": "f"}}]
+    asked = await ask(CALL.replace('"a": "x"', '"input": "a\\nb"')[: -len("\n</tool_call>") - num_left])
+    choice = {"type": "custom", "custom": {"name": "f"}}
+    body = {"tools": tools, "tool_choice": choice}
+    whole = as_folded(await asked(**body))
+    assert folded(await asked(**body, stream=True)) == whole
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_worker_that_fails_within_a_call_leaves_no_trace(
     ask: Any, pair: Any, fault: Any, stream: bool

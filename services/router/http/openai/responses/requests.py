@@ -208,7 +208,6 @@ class PromptCacheOptions(Body):
 class ResponseRequest(AnswerFields):
     """The body of ``/v1/responses``, and of ``/v1/responses/input_tokens``."""
 
-    model: str | None = None
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     tools: list[Tool] = Field(default_factory=list)

@@ -12,9 +12,7 @@ from aiohttp import web
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, NotFound
-from quire.services.requests.prompts import encode_chat
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import check_model
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.logprobs import TokenNames
@@ -24,9 +22,9 @@ from quire.services.router.http.openai.responses.chat_request import FIELD_NAMES
 from quire.services.router.http.openai.responses.output import Output
 from quire.services.router.http.openai.responses.requests import LOGPROBS, ResponseRequest
 from quire.services.router.http.shared.answers import AnswerWriter
-from quire.services.router.http.shared.bodies import TENANT, json_response, read_body
 from quire.services.router.http.shared.errors import HttpError
 from quire.services.router.http.shared.resumable import ANSWERS
+from quire.services.router.http.shared.token_counts import counting
 
 
 class ResponseWriter(AnswerWriter[ResponseRequest]):
@@ -134,24 +132,20 @@ class ResponseWriter(AnswerWriter[ResponseRequest]):
         return self._output.event(kind, response=response)
 
 
-def counting(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return a handler that counts the tokens of a prompt; the call counts as a request for admission."""
+def counting_input(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a handler that counts the tokens of the input."""
 
-    async def count(request: web.Request) -> web.Response:
-        body = await read_body(request, ResponseRequest)
-        async with servicer.admitted(request[TENANT]):
-            model = (await servicer.joined_cluster()).model
-            check_model(body.model or "", model)
-            (generation,) = ResponseWriter(body, model, "", asyncio.Lock()).generations()
-            try:
-                tokens = await encode_chat(generation.chat, model)
-            except InvalidArgument as error:
-                raise error.renamed(FIELD_NAMES) from error
-            return json_response(
-                answer_bodies.InputTokens(object="response.input_tokens", input_tokens=len(tokens))
-            )
+    def chat_of(body: ResponseRequest, model: ServedModel) -> pb.Chat:
+        (generation,) = ResponseWriter(body, model, "", asyncio.Lock()).generations()
+        return generation.chat
 
-    return count
+    return counting(
+        servicer,
+        ResponseRequest,
+        chat_of,
+        FIELD_NAMES,
+        lambda number: answer_bodies.InputTokens(object="response.input_tokens", input_tokens=number),
+    )
 
 
 async def resumed(request: web.Request) -> web.StreamResponse:
