@@ -187,6 +187,9 @@ class CompiledStep:
             "attended": self._num_heads * fields["head_dim"],
             "update": fields["update_stride"],
             "mlp": fields["mlp_stride"],
+            "operands": max(
+                fields["hidden_size"], fields["mlp_stride"], self._num_heads * fields["head_dim"]
+            ),
         }
         for name, width in widths.items():
             self._buffers[name] = torch.empty((capacity, int(width)))

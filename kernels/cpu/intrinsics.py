@@ -191,16 +191,16 @@ def widen(typingctx: Any, stored: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _widened(builder, stored, arguments[0])
+        return widened(builder, stored, arguments[0])
 
     return types.float32(stored), codegen
 
 
 def widened_vector(builder: Any, stored: Any, values: Any) -> Any:
-    return _widened(builder, stored, values, values.type.count)
+    return widened(builder, stored, values, values.type.count)
 
 
-def _widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
+def widened(builder: Any, stored: Any, value: Any, lanes: int = 0) -> Any:
     """Emit the conversion of a stored value to float32, or of a vector if ``lanes`` is above 0."""
 
     def wide(kind: Any) -> Any:

@@ -23,6 +23,13 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
+from quire.kernels.cpu.bfloat16_product import (
+    PAIRS,
+    flush_denormals,
+    has_pair_products,
+    restore_denormals,
+    swap_pairs,
+)
 from quire.kernels.cpu.intrinsics import (
     STORAGE,
     TILE_COLUMNS,
@@ -32,7 +39,14 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.packed_product import AHEAD, GROUP, add_rows_product, bytes_per_input, quantized_bits
+from quire.kernels.cpu.packed_product import (
+    AHEAD,
+    GROUP,
+    add_rows_product,
+    bytes_per_input,
+    operand_bytes,
+    quantized_bits,
+)
 
 UNIT = 64
 """Output columns that a thread computes at a time; outputs are padded to a multiple of it."""
@@ -85,6 +99,10 @@ class PackedWeight:
         """Bytes of the weights of ``UNIT`` columns."""
         return _PANELS * self.panels[0].nbytes
 
+    def operands(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[num_rows, in_features]`` of the weight's dtype in the form that products read."""
+        return rows.float().contiguous()
+
     def unpack(self) -> torch.Tensor:
         """Return the weight ``[out_features, in_features]``."""
         return self.panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
@@ -94,13 +112,37 @@ class PackedWeight:
         return self.panels[indices // TILE_COLUMNS, :, indices % TILE_COLUMNS]
 
 
+class PairedWeight(PackedWeight):
+    """A bfloat16 weight in pairs: ``[out_features / TILE_COLUMNS, in_features / 2, TILE_COLUMNS, 2]``."""
+
+    @property
+    def stored(self) -> Any:
+        """The NumPy type that represents the weight in Numba."""
+        return PAIRS
+
+    def operands(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[num_rows, in_features]`` of bfloat16 with swapped pairs."""
+        return swap_pairs(rows).contiguous()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight ``[out_features, in_features]``."""
+        return swap_pairs(self.panels.transpose(1, 2).reshape(-1, self.in_features))[: self.out_features]
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return some rows of the weight, ``[*indices.shape, in_features]``."""
+        return swap_pairs(self.panels[indices // TILE_COLUMNS, :, indices % TILE_COLUMNS].flatten(-2))
+
+
 def num_padded_panels(out_features: int) -> int:
     """Return the number of panels of a weight whose outputs are padded to whole units."""
     return -(-out_features // UNIT) * _PANELS
 
 
 def pack(weight: torch.Tensor) -> PackedWeight:
-    """Pack a weight ``[out_features, in_features]`` of a dtype in ``STORAGE`` with at least 16 bits."""
+    """Pack a weight ``[out_features, in_features]`` of a dtype in ``STORAGE`` with at least 16 bits.
+
+    A bfloat16 weight is packed in pairs if the processor multiplies these.
+    """
     out_features, in_features = weight.shape
     num_panels = num_padded_panels(out_features)
     panels = torch.zeros((num_panels, in_features, TILE_COLUMNS), dtype=weight.dtype)
@@ -109,6 +151,9 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     panels[:num_whole] = whole.transpose(1, 2)
     if rest := out_features - num_whole * TILE_COLUMNS:
         panels[num_whole, :, :rest] = weight[num_whole * TILE_COLUMNS :].T
+    if weight.dtype == torch.bfloat16 and in_features % 2 == 0 and has_pair_products():
+        pairs = panels.view(num_panels, in_features // 2, 2, TILE_COLUMNS).flip(2)
+        return PairedWeight(pairs.transpose(2, 3).contiguous(), out_features, in_features)
     return PackedWeight(panels, out_features, in_features)
 
 
@@ -157,13 +202,13 @@ def sums(
         own_inputs: the inputs to sum, which have ``num_segments`` segments; None means all inputs.
     """
     own = own_inputs or range(weight.in_features)
-    rows = inputs.reshape(-1, weight.in_features).float().contiguous()
+    rows = weight.operands(inputs.reshape(-1, weight.in_features))
     output = torch.empty((rows.shape[0], weight.num_units * UNIT))
     counter = np.zeros(1, np.int64)
     arguments = np.array(
         [
             (
-                rows.data_ptr() + 4 * own.start,
+                rows.data_ptr() + rows.itemsize * own.start,
                 weight.panels.data_ptr() + weight.unit_bytes // _PANELS // weight.in_features * own.start,
                 0 if bias is None else bias.data_ptr(),
                 output.data_ptr(),
@@ -172,7 +217,7 @@ def sums(
                 weight.in_features,
                 len(own),
                 num_segments,
-                weight.in_features,
+                rows.itemsize * weight.in_features,
                 output.shape[1],
                 weight.num_units,
             )
@@ -211,9 +256,10 @@ class Product(NamedTuple):
     """Up to ``ROWS`` rows of inputs, multiplied by ``UNIT`` columns of a packed weight.
 
     Attributes:
-        inputs, weight, output: addresses of the first row, of the unit's weights and of its first output;
-            inputs and outputs are float32.
-        input_stride, output_stride: elements from one row to the next.
+        inputs, weight, output: addresses of the first row, of the unit's weights and of its first output,
+            which is float32. Each input has ``operand_bytes``.
+        input_stride, output_stride: bytes from one row of inputs to the next, and elements from one row of
+            outputs to the next.
         in_features: inputs of the layer.
         num_inputs: number of inputs to sum, beginning at the addresses.
     """
@@ -238,6 +284,7 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
         stored: the NumPy type of the weight, in ``STORAGE`` or ``QUANTIZED``.
     """
     keep_apart()
+    register = flush_denormals(stored)
     if num_segments == 1:
         _sum_inputs(product, stored)
     else:
@@ -248,6 +295,7 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
         for row in range(product.num_rows):
             for column in range(UNIT):
                 outputs[row, column] += addends[column]
+    restore_denormals(register, stored)
 
 
 @exact
@@ -269,7 +317,7 @@ def _sum_segments(product: Product, num_segments: int, stored: Any) -> None:
         if segment < num_segments - 1:
             target, stride = np.int64(levels[num_waiting].ctypes.data), np.int64(UNIT)
         of_segment = Product(
-            product.inputs + 4 * segment * depth,
+            product.inputs + operand_bytes(stored) * segment * depth,
             product.input_stride,
             product.weight + bytes_per_input(stored) * segment * depth,
             product.in_features,
@@ -322,7 +370,7 @@ def _add_tiles(product: Product, stored: Any) -> None:
             for tile in range(num_tiles):
                 first, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
                 total = np.int64(output + 4 * (first * output_stride + panel * TILE_COLUMNS))
-                left = np.int64(inputs + 4 * (first * input_stride + start))
+                left = np.int64(inputs + first * input_stride + operand_bytes(stored) * start)
                 fetch = (np.int64(right + AHEAD * input_bytes), np.int64(input_bytes))
                 if fetches_next_piece:
                     share = -(-input_bytes // num_tiles)
@@ -372,7 +420,7 @@ def _kernel(stored: Any) -> Any:
                 break
             unit, first = program % args.num_units, program // args.num_units * ROWS
             product = Product(
-                args.inputs + 4 * first * args.input_stride,
+                args.inputs + first * args.input_stride,
                 args.input_stride,
                 args.weight + unit_offset(unit, args.in_features, stored),
                 args.in_features,

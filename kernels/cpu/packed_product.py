@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
+from quire.kernels.cpu.bfloat16_product import LANES, emit_pair_products
 from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
     TILE_COLUMNS,
@@ -29,6 +30,7 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
     splat,
     widen,
+    widened,
     widened_vector,
 )
 
@@ -42,6 +44,8 @@ _GROUPS_AHEAD = 8
 
 _BITS = {types.int8: 8, types.uint8: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
+_PAIRS = types.uint32
+"""The Numba type of ``bfloat16_product.PAIRS``."""
 
 _BYTE = ir.IntType(8)
 _INT16 = ir.IntType(16)
@@ -72,8 +76,21 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
     """Return a panel's bytes per input. If it is quantized, multiply this only by whole groups."""
     if stored.dtype in _BITS:
         num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
+    elif stored.dtype == _PAIRS:
+        num_bytes = TILE_COLUMNS * 2
     else:
         num_bytes = TILE_COLUMNS * stored.dtype.bitwidth // 8
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(_INT64, num_bytes)
+
+    return types.int64(stored), codegen
+
+
+@instruction
+def operand_bytes(typingctx: Any, stored: Any) -> Any:
+    """Return the bytes of an input in the form in which products with these weights read it."""
+    num_bytes = 2 if stored.dtype == _PAIRS else 4
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(_INT64, num_bytes)
@@ -86,7 +103,7 @@ class _Tile(NamedTuple):
 
     Attributes:
         totals: pointers to the vectors of sums, by row and panel.
-        lefts: pointers to the rows' inputs.
+        lefts: pointers to the bytes of the rows' inputs.
         rights: pointers to the panels' bytes.
         columns: number of columns of a panel.
     """
@@ -99,8 +116,12 @@ class _Tile(NamedTuple):
 
     def input(self, row: int, k: Any) -> Any:
         """Emit a vector that repeats a row's input ``k``."""
-        scalar = self.builder.load(self.builder.gep(self.lefts[row], [k]), align=4)
-        return splat(self.builder, scalar, self.columns)
+        return splat(self.builder, self.word(row, k, _FLOAT), self.columns)
+
+    def word(self, row: int, index: Any, kind: Any) -> Any:
+        """Emit the load of the word of 32 bits at an index of a row's inputs."""
+        words = self.builder.bitcast(self.lefts[row], kind.as_pointer())
+        return self.builder.load(self.builder.gep(words, [index]), align=4)
 
     def stored(self, panel: int, offset: Any, element: Any) -> Any:
         """Emit the load of a vector of stored values of a panel, ``offset`` bytes from its beginning."""
@@ -147,12 +168,13 @@ def add_rows_product(
     bits do not depend on the size of the tile.
 
     Args:
-        total, left, right: addresses; total and left are float32.
-        depth: number of products in a sum; whole groups, if the weights are quantized.
+        total, left, right: addresses; total is float32, and left has ``operand_bytes`` for each input.
+        depth: number of products in a sum; whole groups or pairs, if the weights have these.
         fetch: address to prefetch for k = 0, and the number of bytes from there to the address for the next
             k. Only products of 3 or more rows with float32 weights use this; others prefetch their own
             weights.
-        strides: elements from one row of total to the next, and of left; bytes from one panel to the next.
+        strides: elements from one row of total to the next; bytes from one row of left to the next, and from
+            one panel to the next.
         rows, panels: size of the tile, literals.
         stored: the NumPy type of the weights, in ``STORAGE`` or ``QUANTIZED``.
     """
@@ -164,6 +186,8 @@ def add_rows_product(
         tile = _make_tile(builder, arguments, num_rows, num_panels)
         if stored.dtype in _BITS:
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
+        elif stored.dtype == _PAIRS:
+            _add_pairs(tile, arguments[3])
         else:
             element = context.get_value_type(stored.dtype)
             _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
@@ -175,7 +199,7 @@ def add_rows_product(
 def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> _Tile:
     total, left, right = (
         builder.inttoptr(address, kind.as_pointer())
-        for address, kind in zip(arguments[:3], (_FLOAT, _FLOAT, _BYTE), strict=True)
+        for address, kind in zip(arguments[:3], (_FLOAT, _BYTE, _BYTE), strict=True)
     )
     total_stride, left_stride, panel_stride = cgutils.unpack_tuple(builder, arguments[5])
     vector = ir.VectorType(_FLOAT, TILE_COLUMNS)
@@ -220,6 +244,40 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
     starts = {each: builder.load(total, align=4) for each, total in tile.totals.items()}
     for each, result in _emit_loop(builder, depth, starts, add).items():
         builder.store(result, tile.totals[each], align=4)
+
+
+def _add_pairs(tile: _Tile, depth: Any) -> None:
+    """Emit the product with pairs of bfloat16."""
+    builder, num_parts, pair_bytes = tile.builder, tile.columns // LANES, 4 * tile.columns
+    vector, integers = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+    totals = {
+        (row, panel * num_parts + part): builder.gep(
+            builder.bitcast(total, vector.as_pointer()), [ir.Constant(_INT64, part)]
+        )
+        for (row, panel), total in tile.totals.items()
+        for part in range(num_parts)
+    }
+
+    def add(pair: Any, sums: _Sums) -> _Sums:
+        offset = builder.mul(pair, ir.Constant(_INT64, pair_bytes))
+        if len(tile.lefts) > 2:
+            ahead = AHEAD * pair_bytes // 2
+            tile.prefetch(offset, range(ahead, ahead + pair_bytes, 2 * CACHE_LINE))
+        inputs = [splat(builder, tile.word(row, pair, _INT32), LANES) for row in range(len(tile.lefts))]
+        results = {}
+        for panel, right in enumerate(tile.rights):
+            at = builder.bitcast(builder.gep(right, [offset]), integers.as_pointer())
+            for part in range(num_parts):
+                weights = builder.load(builder.gep(at, [ir.Constant(_INT64, part)]), align=4)
+                for row, each in enumerate(inputs):
+                    index = (row, panel * num_parts + part)
+                    results[index] = emit_pair_products(builder, each, weights, sums[index])
+        return results
+
+    starts = {each: builder.load(total, align=4) for each, total in totals.items()}
+    num_pairs = builder.lshr(depth, ir.Constant(_INT64, 1))
+    for each, result in _emit_loop(builder, num_pairs, starts, add).items():
+        builder.store(result, totals[each], align=4)
 
 
 def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
@@ -300,13 +358,27 @@ def _emit_loop(builder: Any, count: Any, starts: _Sums, body: Callable[[Any, _Su
     return results
 
 
+@instruction
+def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
+    """Return the weight at a position of a panel that is not quantized, as float32."""
+    element = types.uint16 if stored.dtype == _PAIRS else stored.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weights = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+        return widened(builder, element, builder.load(builder.gep(weights, [arguments[1]])))
+
+    return types.float32(types.int64, types.int64, stored), codegen
+
+
 @exact
 def read_weight(panel: int, index: int, column: int, stored: Any) -> np.float32:
     """Return the weight of one input and one column of the panel at an address, as float32."""
     bits = quantized_bits(stored)
     if bits == 0:
-        weights = carray(pointer(panel, stored), (index + 1, TILE_COLUMNS))
-        weight: np.float32 = widen(weights[index, column])
+        position = index * TILE_COLUMNS + column
+        if operand_bytes(stored) == 2:
+            position = (index // 2 * TILE_COLUMNS + column) * 2 + 1 - index % 2
+        weight: np.float32 = _read_plain(panel, position, stored)
         return weight
     per_word = 32 // bits
     start = panel + index // GROUP * GROUP * bytes_per_input(stored)

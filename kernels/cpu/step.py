@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
+from quire.kernels.cpu.bfloat16_product import encode_pairs
 from quire.kernels.cpu.blocks import quantize_vector
 from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
 from quire.kernels.cpu.intrinsics import (
@@ -31,7 +32,7 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
-from quire.kernels.cpu.packed_product import bytes_per_input, read_weight
+from quire.kernels.cpu.packed_product import bytes_per_input, operand_bytes, read_weight
 from quire.kernels.cpu.rows import activate, narrow, normalize
 
 _SPINS = 10_000
@@ -90,6 +91,7 @@ _ADDRESSES = (
     "attended",
     "update",
     "mlp",
+    "operands",
     "logits",
     "counters",
     "next_thread",
@@ -193,14 +195,34 @@ def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int, store
 
 
 @exact
-def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any) -> None:
-    for row in range(first, end):
-        at = 4 * row * args.hidden_size
-        _normalize(norm, args.hidden + at, args.normed + at, args.hidden_size, storage)
+def _operands(args: Any, rows: int, stored: Any) -> int:
+    """Return the address of the inputs of a linear layer, which are the float32 ``rows`` or made of them."""
+    if operand_bytes(stored) == 4:
+        return rows
+    operands: int = args.operands
+    return operands
 
 
 @exact
-def _add_update(args: Any, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any) -> None:
+def _encode_rows(args: Any, rows: int, length: int, first: int, end: int, stored: Any) -> None:
+    """Write some float32 rows in the form in which products read them, unless that is float32."""
+    if operand_bytes(stored) == 2:
+        encode_pairs(rows + 4 * first * length, args.operands + 2 * first * length, (end - first) * length)
+
+
+@exact
+def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any, stored: Any) -> None:
+    size = args.hidden_size
+    for row in range(first, end):
+        at = 4 * row * size
+        _normalize(norm, args.hidden + at, args.normed + at, size, storage)
+    _encode_rows(args, args.normed, size, first, end, stored)
+
+
+@exact
+def _add_update(
+    args: Any, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any, stored: Any
+) -> None:
     """Add a layer's output to the residual stream, and normalize the sum for the next layer."""
     keep_apart()
     size, stride = args.hidden_size, args.update_stride
@@ -216,7 +238,7 @@ def _add_update(args: Any, after_norm: Any, next_norm: Any, first: int, end: int
         for i in range(size):
             x[i] = narrow(x[i] + update[i], storage)
     if next_norm.kind != 0:
-        _normalize_rows(next_norm, args, first, end, storage)
+        _normalize_rows(next_norm, args, first, end, storage, stored)
 
 
 @exact
@@ -284,7 +306,7 @@ def _run_linear(
         _multiply(
             linear,
             own_unit,
-            inputs + 4 * first * input_stride,
+            inputs + first * input_stride,
             input_stride,
             output + 4 * (first * output_stride + unit * UNIT),
             output_stride,
@@ -378,7 +400,7 @@ def _sum_pieces(
             row = (program - first_program) // linear.num_units * ROWS
             input_offset = (first - own_first) * depth
             product = Product(
-                inputs + 4 * (row * input_stride + input_offset),
+                inputs + row * input_stride + operand_bytes(stored) * input_offset,
                 input_stride,
                 linear.weight
                 + unit_offset(unit, linear.in_features, stored)
@@ -415,21 +437,25 @@ def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int
     """Compute the first half of the MLP: ``activation(gate) * up``, or ``activation(gate)`` without up."""
     keep_apart()
     gates = np.empty((ROWS, UNIT), np.float32)
-    stride, size = args.mlp_stride, args.hidden_size
+    stride, input_stride = args.mlp_stride, operand_bytes(stored) * args.hidden_size
     while True:
         program = np.int64(fetch_and_increment(counter))
         if program >= layer.gate.num_units * -(-args.num_tokens // ROWS):
             break
         unit, first = program % layer.gate.num_units, program // layer.gate.num_units * ROWS
         num_rows = min(ROWS, args.num_tokens - first)
-        inputs = args.normed + 4 * first * size
+        inputs = _operands(args, args.normed, stored) + first * input_stride
         gates_at = np.int64(gates.ctypes.data)
-        _multiply(layer.gate, unit, inputs, size, gates_at, UNIT, num_rows, storage, item_bytes, stored)
+        _multiply(
+            layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes, stored
+        )
         activate(layer.activation, gates_at, num_rows * UNIT, storage)
         output = args.mlp + 4 * (first * stride + unit * UNIT)
         outputs = carray(pointer(output, np.float32), (num_rows, stride))
         if layer.up.num_units:
-            _multiply(layer.up, unit, inputs, size, output, stride, num_rows, storage, item_bytes, stored)
+            _multiply(
+                layer.up, unit, inputs, input_stride, output, stride, num_rows, storage, item_bytes, stored
+            )
             for row in range(num_rows):
                 for column in range(UNIT):
                     outputs[row, column] = narrow(gates[row, column] * outputs[row, column], storage)
@@ -552,14 +578,15 @@ def _compute_logits(
             _normalize(args.final_norm, row_at, output_at, size, storage)
         else:
             _copy(row_at, output_at, size)
+        _encode_rows(args, args.normed, size, row, row + 1, stored)
     _wait(args, num_threads, phase)
     _run_linear(
         args.head,
         args.no_linear,
         args.no_linear,
         args.counters + 8 * COUNTERS_PER_LAYER * args.num_layers,
-        args.normed,
-        size,
+        _operands(args, args.normed, stored),
+        operand_bytes(stored) * size,
         args.logits,
         args.logits_stride,
         args.num_logits,
@@ -618,7 +645,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
     layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
     size, attended_size = args.hidden_size, args.num_heads * args.head_dim
     _embed(args, first, end, storage, item_bytes, stored)
-    _normalize_rows(layers[0].attention_norm, args, first, end, storage)
+    _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
     phase = _wait(args, num_threads, np.int64(0))
     round_number = np.int64(args.last_round)
     for index in range(args.num_layers):
@@ -630,8 +657,8 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             layer.key,
             layer.value,
             counters,
-            args.normed,
-            size,
+            _operands(args, args.normed, stored),
+            operand_bytes(stored) * size,
             args.qkv,
             args.qkv_stride,
             args.num_tokens,
@@ -649,6 +676,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             args = kept
         if item_bytes < 4:
             _narrow_rows(args.attended, attended_size, first, end, storage)
+        _encode_rows(args, args.attended, attended_size, first, end, stored)
         if item_bytes < 4 or drops_rows:
             phase = _wait(args, num_threads, phase)
         phase, round_number = _add_linear(
@@ -657,8 +685,8 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             layer.output_borders,
             layer.output_bias,
             counters + 8,
-            args.attended,
-            attended_size,
+            _operands(args, args.attended, stored),
+            operand_bytes(stored) * attended_size,
             thread,
             num_threads,
             phase,
@@ -667,18 +695,21 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             item_bytes,
             stored,
         )
-        _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage)
+        _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
         phase = _wait(args, num_threads, phase)
         _run_gate(args, layer, counters + 16, storage, item_bytes, stored)
         phase = _wait(args, num_threads, phase)
+        if operand_bytes(stored) != 4:
+            _encode_rows(args, args.mlp, args.mlp_stride, first, end, stored)
+            phase = _wait(args, num_threads, phase)
         phase, round_number = _add_linear(
             args,
             layer.down,
             layer.down_borders,
             layer.down_bias,
             counters + 24,
-            args.mlp,
-            args.mlp_stride,
+            _operands(args, args.mlp, stored),
+            operand_bytes(stored) * args.mlp_stride,
             thread,
             num_threads,
             phase,
@@ -688,7 +719,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             stored,
         )
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
-        _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage)
+        _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
         phase = _wait(args, num_threads, phase)
     _compute_logits(args, thread, num_threads, phase, storage, item_bytes, stored)
 

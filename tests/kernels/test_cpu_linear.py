@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.cpu import linear as linear_module
+from quire.kernels.cpu.bfloat16_product import has_pair_products
 from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, num_segments_of, pack, sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -127,3 +130,36 @@ def test_partial_sums_of_ranks_add_up_to_the_same_bits(dtype: torch.dtype, num_r
 )
 def test_segments_end_between_parts_and_groups(in_features: int, num_parts: int, expected: int) -> None:
     assert num_segments_of(in_features, num_parts) == expected
+
+
+@pytest.mark.skipif(not has_pair_products(), reason="this processor has no AVX-512-BF16")
+@settings(max_examples=60)
+@given(
+    out_features=st.integers(1, 200),
+    num_pairs=st.integers(1, 300),
+    num_rows=st.integers(1, ROWS + 7),
+    exponents=st.lists(st.integers(-140, 20), min_size=2, max_size=8),
+    seed=st.integers(0, 1000),
+)
+def test_pairs_of_bfloat16_have_the_bits_of_float32_products(
+    out_features: int, num_pairs: int, num_rows: int, exponents: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64)
+
+    def draw(num: int) -> torch.Tensor:
+        shape = (num, 2 * num_pairs)
+        chosen = scales[torch.randint(len(scales), shape, generator=generator)]
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * chosen).bfloat16()
+
+    weight, inputs = draw(out_features), draw(num_rows)
+    paired = pack(weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_module, "has_pair_products", lambda: False)
+        plain = pack(weight)
+    assert (paired.stored, plain.stored) == (np.uint32, np.uint16)
+    assert torch.equal(sums(inputs, paired, None), sums(inputs, plain, None))
+
+
+def test_a_number_of_inputs_that_is_odd_makes_no_pairs() -> None:
+    assert pack(torch.ones((3, 5), dtype=torch.bfloat16)).stored is np.uint16

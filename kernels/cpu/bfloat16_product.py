@@ -1,0 +1,126 @@
+"""Products of bfloat16 by the instruction ``vdpbf16ps`` (AVX-512-BF16), with the bits of products in float32.
+
+The instruction multiplies the pairs of two registers and adds both products to a float32: first that of the
+pair's second value, then that of the first, each with one rounding, as two fused multiplications. Weights and
+inputs are therefore stored in pairs with the earlier input second, so each sum runs over the inputs in order.
+A product of two bfloat16 is exact in float32, so the bits are those of float32 products. The instruction
+treats denormal numbers as zero; ``flush_denormals`` makes the other products do the same.
+
+    panel   [in_features / 2, TILE_COLUMNS, 2]      column 0    column 1    column 2
+            inputs 0 and 1                         | k=1 | k=0 | k=1 | k=0 | k=1 | k=0 | …
+            inputs 2 and 3                         | k=3 | k=2 | k=3 | k=2 | …
+    row     [in_features / 2, 2]                   | k=1 | k=0 | k=3 | k=2 | …
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import binding, ir
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.core import cgutils, config
+
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, instruction, pointer
+
+PAIRS: Any = np.uint32
+"""NumPy type that stands for pairs of bfloat16 in Numba."""
+LANES = 16
+"""Pairs that one instruction multiplies."""
+_FLOAT = ir.FloatType()
+_INT32 = ir.IntType(32)
+_SUMS = ir.VectorType(_FLOAT, LANES)
+_FLUSH = 0x8040
+"""Bits of the control register MXCSR: denormal inputs and results are zero."""
+
+
+class _Bfloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's type ``bfloat``, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+_PAIRS_VECTOR = ir.VectorType(_Bfloat16(), 2 * LANES)
+
+
+def has_pair_products() -> bool:
+    """Return whether kernels may use ``vdpbf16ps``; not if Numba compiles for another processor."""
+    is_host = config.CPU_NAME is None  # type: ignore[attr-defined]
+    return is_host and TILE_COLUMNS > LANES and binding.get_host_cpu_features().get("avx512bf16", False)
+
+
+def emit_pair_products(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:
+    """Emit ``sums + inputs * weights`` over pairs; inputs and weights are vectors of ``LANES`` int32."""
+    function_type = ir.FunctionType(_SUMS, [_SUMS, _PAIRS_VECTOR, _PAIRS_VECTOR])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(
+        function, [sums, *(builder.bitcast(each, _PAIRS_VECTOR) for each in (inputs, weights))]
+    )
+
+
+@instruction
+def flush_denormals(typingctx: Any, stored: Any) -> Any:
+    """Treat denormal inputs and results of this thread as zero, if products have bfloat16 weights.
+
+    Return the former state of the register MXCSR. Only x86 has this register and ``vdpbf16ps``.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not _flushes(stored):
+            return ir.Constant(_INT32, 0)
+        before, flushing = (cgutils.alloca_once(builder, _INT32) for _ in range(2))
+        _call_with_register(builder, "llvm.x86.sse.stmxcsr", before)
+        builder.store(builder.or_(builder.load(before), ir.Constant(_INT32, _FLUSH)), flushing)
+        _call_with_register(builder, "llvm.x86.sse.ldmxcsr", flushing)
+        return builder.load(before)
+
+    return types.int32(stored), codegen
+
+
+@instruction
+def restore_denormals(typingctx: Any, register: Any, stored: Any) -> Any:
+    """Undo ``flush_denormals``, which has returned ``register``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if _flushes(stored):
+            saved = cgutils.alloca_once_value(builder, arguments[0])
+            _call_with_register(builder, "llvm.x86.sse.ldmxcsr", saved)
+        return context.get_dummy_value()
+
+    return types.none(types.int32, stored), codegen
+
+
+def _flushes(stored: Any) -> bool:
+    is_x86 = binding.get_process_triple().startswith("x86_64")
+    return is_x86 and stored.dtype in (types.uint16, types.uint32)
+
+
+def _call_with_register(builder: Any, name: str, register: Any) -> None:
+    byte_pointer = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [byte_pointer])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    builder.call(function, [builder.bitcast(register, byte_pointer)])
+
+
+@exact
+def encode_pairs(source: int, target: int, length: int) -> None:
+    """Write an even number of float32 that are bfloat16 values as pairs; both are addresses."""
+    words = carray(pointer(source, np.uint32), (length,))
+    pairs = carray(pointer(target, np.uint32), (length // 2,))
+    for index in range(length // 2):
+        pairs[index] = words[2 * index] & np.uint32(0xFFFF0000) | words[2 * index + 1] >> np.uint32(16)
+
+
+def swap_pairs(values: torch.Tensor) -> torch.Tensor:
+    """Swap neighbouring values along the last dimension."""
+    swapped: torch.Tensor = values.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return swapped
