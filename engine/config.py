@@ -9,7 +9,7 @@ from quire.models.source import demo_model_path
 from quire.settings.setting import Panel, check_settings, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-WeightDtype = Literal["auto", "int8", "int4"]
+WeightDtype = Literal["auto", "w8a8", "int8", "int4"]
 
 MAX_RANKS = 8
 """Largest number of processes that a model can be divided among."""
@@ -35,7 +35,8 @@ class EngineConfig:
     weight_dtype: WeightDtype = setting(
         "auto",
         "--weight-dtype",
-        "Type of linear layers' weights: the model's, or 8 or 4 bits, which is less exact; on the CPU.",
+        "Type of linear layers' weights: the model's, or 8 or 4 bits, which is less exact; with w8a8, their "
+        "inputs have 8 bits too, which is the fastest; on the CPU.",
         Panel.MODEL,
     )
     max_model_len: int | None = setting(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from quire.kernels.cpu.integer_product import MOST_INPUTS
+from quire.kernels.cpu.integer_weight import quantize_to_integers
 from quire.kernels.cpu.linear import UNIT, PackedWeight, linear, pack
 from quire.kernels.cpu.packed_product import GROUP
 from quire.kernels.cpu.quantized_weight import quantize
@@ -21,7 +23,7 @@ class PackedLinear(torch.nn.Module):
     Args:
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]``, or None.
-        weight_dtype: "auto" (the weight's own) or a key of ``QUANTIZED``.
+        weight_dtype: "auto" (the weight's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: equal segments of inputs that are summed separately.
 
     Attributes:
@@ -35,7 +37,7 @@ class PackedLinear(torch.nn.Module):
         super().__init__()
         weight = weight.detach()
         self.num_segments = num_segments
-        self.packed = pack(weight) if weight_dtype == "auto" else quantize(weight, weight_dtype)
+        self.packed = _pack(weight, weight_dtype)
         self.out_features, self.in_features = weight.shape
         self.bias: torch.Tensor | None = None
         if bias is not None:
@@ -78,7 +80,7 @@ def pack_linear_layers(
 
     Args:
         model: the model.
-        weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``.
+        weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: number of segments of inputs by the layer's name; 1 for all other layers.
 
     Raises:
@@ -101,6 +103,12 @@ def pack_linear_layers(
                 setattr(owner, its_name, PackedEmbedding(layer.packed, scale))
 
 
+def _pack(weight: torch.Tensor, weight_dtype: str) -> PackedWeight:
+    if weight_dtype == "auto":
+        return pack(weight)
+    return quantize_to_integers(weight) if weight_dtype == "w8a8" else quantize(weight, weight_dtype)
+
+
 def _packed(
     name: str, module: torch.nn.Module, weight_dtype: str, num_segments: int
 ) -> tuple[PackedLinear, int] | None:
@@ -113,6 +121,8 @@ def _packed(
             f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
             f"multiple of {GROUP}"
         )
+    if weight_dtype == "w8a8" and weight.shape[1] > MOST_INPUTS:
+        raise SettingError(f"weights cannot be w8a8: {name} has more than {MOST_INPUTS} inputs")
     bias = dict(module.named_parameters()).get("bias")
     return PackedLinear(weight, bias, weight_dtype, num_segments), weight.data_ptr()
 

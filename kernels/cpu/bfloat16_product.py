@@ -22,7 +22,7 @@ from llvmlite import binding, ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils, config
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, instruction, pointer
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, instruction, pointer, splat
 
 PAIRS: Any = np.uint32
 """NumPy type that stands for pairs of bfloat16 in Numba."""
@@ -58,13 +58,12 @@ def has_pair_products() -> bool:
 
 
 def emit_pair_products(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:
-    """Emit ``sums + inputs * weights`` over pairs; inputs and weights are vectors of ``LANES`` int32."""
+    """Emit ``sums + inputs * weights`` over pairs: one of inputs, and ``LANES`` of weights, as int32."""
     function_type = ir.FunctionType(_SUMS, [_SUMS, _PAIRS_VECTOR, _PAIRS_VECTOR])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    return builder.call(
-        function, [sums, *(builder.bitcast(each, _PAIRS_VECTOR) for each in (inputs, weights))]
-    )
+    pairs = [builder.bitcast(each, _PAIRS_VECTOR) for each in (splat(builder, inputs, LANES), weights)]
+    return builder.call(function, [sums, *pairs])
 
 
 @instruction

@@ -30,6 +30,7 @@ from quire.kernels.cpu.bfloat16_product import (
     restore_denormals,
     swap_pairs,
 )
+from quire.kernels.cpu.integer_product import scale_sums
 from quire.kernels.cpu.intrinsics import (
     STORAGE,
     TILE_COLUMNS,
@@ -45,7 +46,9 @@ from quire.kernels.cpu.packed_product import (
     add_rows_product,
     bytes_per_input,
     operand_bytes,
+    panel_bytes,
     quantized_bits,
+    row_header,
 )
 
 UNIT = 64
@@ -217,7 +220,7 @@ def sums(
                 weight.in_features,
                 len(own),
                 num_segments,
-                rows.itemsize * weight.in_features,
+                rows.itemsize * rows.shape[1],
                 output.shape[1],
                 weight.num_units,
             )
@@ -248,7 +251,7 @@ def num_segments_of(in_features: int, num_parts: int) -> int:
 @exact
 def unit_offset(unit: int, in_features: int, stored: Any) -> int:
     """Return the bytes from the beginning of a packed weight to a unit."""
-    num_bytes: int = unit * _PANELS * in_features * bytes_per_input(stored)
+    num_bytes: int = unit * _PANELS * panel_bytes(in_features, stored)
     return num_bytes
 
 
@@ -285,7 +288,9 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
     """
     keep_apart()
     register = flush_denormals(stored)
-    if num_segments == 1:
+    if operand_bytes(stored) == 1:
+        _sum_integers(product, stored)
+    elif num_segments == 1:
         _sum_inputs(product, stored)
     else:
         _sum_segments(product, num_segments, stored)
@@ -296,6 +301,22 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
             for column in range(UNIT):
                 outputs[row, column] += addends[column]
     restore_denormals(register, stored)
+
+
+@exact
+def _sum_integers(product: Product, stored: Any) -> None:
+    """Compute products of integers without a bias; their sums are exact, so segments do not matter."""
+    _sum_inputs(product, stored)
+    stride = panel_bytes(product.in_features, stored)
+    for panel in range(_PANELS):
+        scale_sums(
+            product.inputs,
+            product.input_stride,
+            product.weight + panel * stride + product.in_features * bytes_per_input(stored),
+            product.output + 4 * panel * TILE_COLUMNS,
+            product.output_stride,
+            product.num_rows,
+        )
 
 
 @exact
@@ -357,8 +378,9 @@ def _add_tiles(product: Product, stored: Any) -> None:
     """
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     input_bytes = bytes_per_input(stored)
-    panel_bytes = input_bytes * in_features
-    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
+    stride = panel_bytes(in_features, stored)
+    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(stride))
+    first_input = inputs + row_header(stored)
     num_tiles = -(-num_rows // _MOST_TILE_ROWS)
     fetches_next_piece = num_tiles > 2 and input_bytes == 4 * TILE_COLUMNS
     # A few rows read the weights once, from memory. Many rows read them several times, from a cache.
@@ -366,11 +388,11 @@ def _add_tiles(product: Product, stored: Any) -> None:
     for panel in range(_PANELS):
         for start in range(0, num_inputs, step):
             count = np.int64(min(step, num_inputs - start))
-            right = np.int64(weight + panel * panel_bytes + start * input_bytes)
+            right = np.int64(weight + panel * stride + start * input_bytes)
             for tile in range(num_tiles):
                 first, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
                 total = np.int64(output + 4 * (first * output_stride + panel * TILE_COLUMNS))
-                left = np.int64(inputs + first * input_stride + operand_bytes(stored) * start)
+                left = np.int64(first_input + first * input_stride + operand_bytes(stored) * start)
                 fetch = (np.int64(right + AHEAD * input_bytes), np.int64(input_bytes))
                 if fetches_next_piece:
                     share = -(-input_bytes // num_tiles)
@@ -389,9 +411,9 @@ def _add_tiles(product: Product, stored: Any) -> None:
 def _add_few_rows(product: Product, stored: Any) -> None:
     """Add the products of one or two rows, in tiles of several panels."""
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
-    panel_bytes = bytes_per_input(stored) * in_features
-    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(panel_bytes))
-    left, count = np.int64(inputs), np.int64(num_inputs)
+    stride = panel_bytes(in_features, stored)
+    strides = (np.int64(output_stride), np.int64(input_stride), np.int64(stride))
+    left, count = np.int64(inputs + row_header(stored)), np.int64(num_inputs)
     no_fetch = (np.int64(0), np.int64(0))
     # The sums of one row leave enough registers for four panels of floats, but only for two of integers.
     if num_rows == 1 and quantized_bits(stored) == 0:
@@ -400,7 +422,7 @@ def _add_few_rows(product: Product, stored: Any) -> None:
         return
     for panel in range(0, _PANELS, _PAIR):
         total = np.int64(output + 4 * panel * TILE_COLUMNS)
-        right = np.int64(weight + panel * panel_bytes)
+        right = np.int64(weight + panel * stride)
         if num_rows == 1:
             add_rows_product(total, left, right, count, no_fetch, strides, 1, _PAIR, stored)
         else:

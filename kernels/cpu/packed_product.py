@@ -12,6 +12,7 @@ by this factor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,14 @@ from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
 from quire.kernels.cpu.bfloat16_product import LANES, emit_pair_products
+from quire.kernels.cpu.integer_product import (
+    INPUTS,
+    PANEL_TRAILER,
+    ROW_HEADER,
+    emit_integer_products,
+    integer_instruction,
+    processor_features,
+)
 from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
     TILE_COLUMNS,
@@ -46,6 +55,10 @@ _BITS = {types.int8: 8, types.uint8: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
 _PAIRS = types.uint32
 """The Numba type of ``bfloat16_product.PAIRS``."""
+_INTEGERS = types.int32
+"""The Numba type of ``integer_product.INTEGERS``."""
+_OPERAND_BYTES = {_PAIRS: 2, _INTEGERS: 1}
+"""Bytes of an input, unless it is a float32; the weights have as many."""
 
 _BYTE = ir.IntType(8)
 _INT16 = ir.IntType(16)
@@ -76,8 +89,8 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
     """Return a panel's bytes per input. If it is quantized, multiply this only by whole groups."""
     if stored.dtype in _BITS:
         num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
-    elif stored.dtype == _PAIRS:
-        num_bytes = TILE_COLUMNS * 2
+    elif stored.dtype in _OPERAND_BYTES:
+        num_bytes = TILE_COLUMNS * _OPERAND_BYTES[stored.dtype]
     else:
         num_bytes = TILE_COLUMNS * stored.dtype.bitwidth // 8
 
@@ -90,12 +103,32 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
 @instruction
 def operand_bytes(typingctx: Any, stored: Any) -> Any:
     """Return the bytes of an input in the form in which products with these weights read it."""
-    num_bytes = 2 if stored.dtype == _PAIRS else 4
+    num_bytes = _OPERAND_BYTES.get(stored.dtype, 4)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(_INT64, num_bytes)
 
     return types.int64(stored), codegen
+
+
+@exact
+def row_bytes(length: int, stored: Any) -> int:
+    """Return the bytes of a row of inputs in the form in which products with these weights read it."""
+    num_bytes: int = length * operand_bytes(stored) + row_header(stored)
+    return num_bytes
+
+
+@exact
+def row_header(stored: Any) -> int:
+    """Return the bytes before the first input of a row."""
+    return ROW_HEADER if operand_bytes(stored) == 1 else 0
+
+
+@exact
+def panel_bytes(in_features: int, stored: Any) -> int:
+    """Return the bytes of a panel."""
+    num_bytes: int = in_features * bytes_per_input(stored)
+    return num_bytes + PANEL_TRAILER if operand_bytes(stored) == 1 else num_bytes
 
 
 class _Tile(NamedTuple):
@@ -187,7 +220,11 @@ def add_rows_product(
         if stored.dtype in _BITS:
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
         elif stored.dtype == _PAIRS:
-            _add_pairs(tile, arguments[3])
+            _add_words(tile, arguments[3], 2, (_FLOAT, LANES), emit_pair_products)
+        elif stored.dtype == _INTEGERS:
+            instruction, lanes = integer_instruction(processor_features())
+            emit = partial(emit_integer_products, instruction=instruction)
+            _add_words(tile, arguments[3], INPUTS, (_INT32, lanes), emit)
         else:
             element = context.get_value_type(stored.dtype)
             _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
@@ -246,10 +283,20 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
         builder.store(result, tile.totals[each], align=4)
 
 
-def _add_pairs(tile: _Tile, depth: Any) -> None:
-    """Emit the product with pairs of bfloat16."""
-    builder, num_parts, pair_bytes = tile.builder, tile.columns // LANES, 4 * tile.columns
-    vector, integers = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT32, LANES)
+def _add_words(
+    tile: _Tile, depth: Any, per_word: int, sums_type: tuple[Any, int], emit: Callable[..., Any]
+) -> None:
+    """Emit the product with weights of which each column has words of 32 bits with several inputs.
+
+    Args:
+        per_word: inputs in a word.
+        sums_type: type of the sums, and how many of them an instruction adds to.
+        emit: emits the instruction from a word of inputs, a vector of words of weights, and the sums.
+    """
+    builder, word_bytes = tile.builder, 4 * tile.columns
+    kind, lanes = sums_type
+    num_parts = tile.columns // lanes
+    vector, words = ir.VectorType(kind, lanes), ir.VectorType(_INT32, lanes)
     totals = {
         (row, panel * num_parts + part): builder.gep(
             builder.bitcast(total, vector.as_pointer()), [ir.Constant(_INT64, part)]
@@ -258,25 +305,25 @@ def _add_pairs(tile: _Tile, depth: Any) -> None:
         for part in range(num_parts)
     }
 
-    def add(pair: Any, sums: _Sums) -> _Sums:
-        offset = builder.mul(pair, ir.Constant(_INT64, pair_bytes))
+    def add(index: Any, sums: _Sums) -> _Sums:
+        offset = builder.mul(index, ir.Constant(_INT64, word_bytes))
         if len(tile.lefts) > 2:
-            ahead = AHEAD * pair_bytes // 2
-            tile.prefetch(offset, range(ahead, ahead + pair_bytes, 2 * CACHE_LINE))
-        inputs = [splat(builder, tile.word(row, pair, _INT32), LANES) for row in range(len(tile.lefts))]
+            ahead = AHEAD * word_bytes // per_word
+            tile.prefetch(offset, range(ahead, ahead + word_bytes, 2 * CACHE_LINE))
+        inputs = [tile.word(row, index, _INT32) for row in range(len(tile.lefts))]
         results = {}
         for panel, right in enumerate(tile.rights):
-            at = builder.bitcast(builder.gep(right, [offset]), integers.as_pointer())
+            at = builder.bitcast(builder.gep(right, [offset]), words.as_pointer())
             for part in range(num_parts):
                 weights = builder.load(builder.gep(at, [ir.Constant(_INT64, part)]), align=4)
-                for row, each in enumerate(inputs):
-                    index = (row, panel * num_parts + part)
-                    results[index] = emit_pair_products(builder, each, weights, sums[index])
+                for row, word in enumerate(inputs):
+                    each = (row, panel * num_parts + part)
+                    results[each] = emit(builder, word, weights, sums[each])
         return results
 
     starts = {each: builder.load(total, align=4) for each, total in totals.items()}
-    num_pairs = builder.lshr(depth, ir.Constant(_INT64, 1))
-    for each, result in _emit_loop(builder, num_pairs, starts, add).items():
+    num_words = builder.udiv(depth, ir.Constant(_INT64, per_word))
+    for each, result in _emit_loop(builder, num_words, starts, add).items():
         builder.store(result, totals[each], align=4)
 
 
@@ -361,7 +408,7 @@ def _emit_loop(builder: Any, count: Any, starts: _Sums, body: Callable[[Any, _Su
 @instruction
 def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
     """Return the weight at a position of a panel that is not quantized, as float32."""
-    element = types.uint16 if stored.dtype == _PAIRS else stored.dtype
+    element = {_PAIRS: types.uint16, _INTEGERS: types.int8}.get(stored.dtype, stored.dtype)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
@@ -371,14 +418,19 @@ def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
 
 
 @exact
-def read_weight(panel: int, index: int, column: int, stored: Any) -> np.float32:
+def read_weight(panel: int, index: int, column: int, in_features: int, stored: Any) -> np.float32:
     """Return the weight of one input and one column of the panel at an address, as float32."""
     bits = quantized_bits(stored)
     if bits == 0:
         position = index * TILE_COLUMNS + column
         if operand_bytes(stored) == 2:
             position = (index // 2 * TILE_COLUMNS + column) * 2 + 1 - index % 2
+        if operand_bytes(stored) == 1:
+            position = (index // INPUTS * TILE_COLUMNS + column) * INPUTS + index % INPUTS
         weight: np.float32 = _read_plain(panel, position, stored)
+        if operand_bytes(stored) == 1:
+            ends = carray(pointer(panel + in_features * bytes_per_input(stored), np.float32), (TILE_COLUMNS,))
+            weight *= ends[column]
         return weight
     per_word = 32 // bits
     start = panel + index // GROUP * GROUP * bytes_per_input(stored)

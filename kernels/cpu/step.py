@@ -17,6 +17,7 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from quire.kernels.cpu.bfloat16_product import encode_pairs
 from quire.kernels.cpu.blocks import quantize_vector
 from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
+from quire.kernels.cpu.integer_product import encode_integers
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
     arrive,
@@ -32,7 +33,13 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
-from quire.kernels.cpu.packed_product import bytes_per_input, operand_bytes, read_weight
+from quire.kernels.cpu.packed_product import (
+    bytes_per_input,
+    operand_bytes,
+    panel_bytes,
+    read_weight,
+    row_bytes,
+)
 from quire.kernels.cpu.rows import activate, narrow, normalize
 
 _SPINS = 10_000
@@ -177,9 +184,9 @@ def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int, store
         x = carray(pointer(args.hidden + 4 * token * size, np.float32), (size,))
         token_id = token_ids[token]
         if args.is_embedding_packed:
-            panel_at = args.embedding + bytes_per_input(stored) * size * (token_id // TILE_COLUMNS)
+            panel_at = args.embedding + panel_bytes(size, stored) * (token_id // TILE_COLUMNS)
             for i in range(size):
-                x[i] = narrow(read_weight(panel_at, i, token_id % TILE_COLUMNS, stored), storage)
+                x[i] = narrow(read_weight(panel_at, i, token_id % TILE_COLUMNS, size, stored), storage)
         else:
             vector = carray(pointer(args.embedding + item_bytes * token_id * size, storage), (size,))
             for i in range(size):
@@ -207,7 +214,11 @@ def _operands(args: Any, rows: int, stored: Any) -> int:
 def _encode_rows(args: Any, rows: int, length: int, first: int, end: int, stored: Any) -> None:
     """Write some float32 rows in the form in which products read them, unless that is float32."""
     if operand_bytes(stored) == 2:
-        encode_pairs(rows + 4 * first * length, args.operands + 2 * first * length, (end - first) * length)
+        at = args.operands + first * row_bytes(length, stored)
+        encode_pairs(rows + 4 * first * length, at, (end - first) * length)
+    elif operand_bytes(stored) == 1:
+        for row in range(first, end):
+            encode_integers(rows + 4 * row * length, args.operands + row * row_bytes(length, stored), length)
 
 
 @exact
@@ -437,7 +448,7 @@ def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int
     """Compute the first half of the MLP: ``activation(gate) * up``, or ``activation(gate)`` without up."""
     keep_apart()
     gates = np.empty((ROWS, UNIT), np.float32)
-    stride, input_stride = args.mlp_stride, operand_bytes(stored) * args.hidden_size
+    stride, input_stride = args.mlp_stride, row_bytes(args.hidden_size, stored)
     while True:
         program = np.int64(fetch_and_increment(counter))
         if program >= layer.gate.num_units * -(-args.num_tokens // ROWS):
@@ -586,7 +597,7 @@ def _compute_logits(
         args.no_linear,
         args.counters + 8 * COUNTERS_PER_LAYER * args.num_layers,
         _operands(args, args.normed, stored),
-        operand_bytes(stored) * size,
+        row_bytes(size, stored),
         args.logits,
         args.logits_stride,
         args.num_logits,
@@ -658,7 +669,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             layer.value,
             counters,
             _operands(args, args.normed, stored),
-            operand_bytes(stored) * size,
+            row_bytes(size, stored),
             args.qkv,
             args.qkv_stride,
             args.num_tokens,
@@ -677,7 +688,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         if item_bytes < 4:
             _narrow_rows(args.attended, attended_size, first, end, storage)
         _encode_rows(args, args.attended, attended_size, first, end, stored)
-        if item_bytes < 4 or drops_rows:
+        if item_bytes < 4 or drops_rows or operand_bytes(stored) != 4:
             phase = _wait(args, num_threads, phase)
         phase, round_number = _add_linear(
             args,
@@ -686,7 +697,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             layer.output_bias,
             counters + 8,
             _operands(args, args.attended, stored),
-            operand_bytes(stored) * attended_size,
+            row_bytes(attended_size, stored),
             thread,
             num_threads,
             phase,
@@ -709,7 +720,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
             layer.down_bias,
             counters + 24,
             _operands(args, args.mlp, stored),
-            operand_bytes(stored) * args.mlp_stride,
+            row_bytes(args.mlp_stride, stored),
             thread,
             num_threads,
             phase,

@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear, pack_linear_layers
 from quire.engine.weights.loader import load_model
+from quire.kernels.cpu.integer_product import MOST_INPUTS
+from quire.kernels.cpu.packed_product import GROUP
 from quire.kernels.cpu.quantized_weight import quantize
 from quire.settings.setting import SettingError
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
@@ -53,7 +55,14 @@ def test_tokens_are_those_of_the_dequantized_weights(
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "weight_dtype"),
-    [("phi3", "float32", "int8"), ("gemma3", "float32", "int4"), ("llama", "bfloat16", "int8")],
+    [
+        ("phi3", "float32", "int8"),
+        ("gemma3", "float32", "int4"),
+        ("llama", "bfloat16", "int8"),
+        ("gemma3", "float32", "w8a8"),
+        ("llama", "bfloat16", "w8a8"),
+        ("gpt2", "float16", "w8a8"),
+    ],
 )
 def test_a_program_gives_the_bits_of_the_modules(
     tmp_path: Path, architecture: str, dtype: str, weight_dtype: str
@@ -66,8 +75,8 @@ def test_a_program_gives_the_bits_of_the_modules(
 
 def test_each_weight_dtype_is_another_model(tiny_model: Callable[[str], Path]) -> None:
     folder = str(tiny_model("llama"))
-    digests = {load_model(folder, "float32", CPU, each).digest for each in ("auto", "int8", "int4")}
-    assert len(digests) == 3
+    digests = {load_model(folder, "float32", CPU, each).digest for each in ("auto", "w8a8", "int8", "int4")}
+    assert len(digests) == 4
 
 
 def test_all_linear_layers_are_quantized_and_nothing_else_is_kept(tmp_path: Path) -> None:
@@ -86,6 +95,12 @@ def test_a_layer_that_has_no_whole_groups_is_refused(tmp_path: Path) -> None:
     folder = make_random_model("llama", tmp_path, intermediate_size=100)
     with pytest.raises(SettingError, match="weights cannot be int8: down_proj has 100 inputs"):
         load_model(str(folder), "float32", CPU, "int8")
+
+
+def test_a_sum_that_could_overflow_is_refused() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(MOST_INPUTS + GROUP, 1))
+    with pytest.raises(SettingError, match="weights cannot be w8a8: 0 has more than 65536 inputs"):
+        pack_linear_layers(layer, "w8a8")
 
 
 def test_a_gpu_is_refused(tiny_model: Callable[[str], Path]) -> None:

@@ -1,0 +1,151 @@
+"""Products of 8-bit integers: weights with a scale for each column, inputs with a scale for each row.
+
+The sums over integers are exact, so their bits depend neither on the order nor on the instruction, and all
+processors compute the same. Inputs are stored with 128 added, since ``vpdpbusd`` multiplies unsigned by
+signed integers. From each sum, 128 times the sum of the column's weights is subtracted.
+
+    panel   [in_features / 4, TILE_COLUMNS, 4] int8, then the columns' float32 scales and int32 sums
+    row     a float32 scale, ``ROW_HEADER`` bytes in all, then [in_features] uint8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import cgutils, config
+
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, pointer, splat
+
+INTEGERS: Any = np.int32
+"""NumPy type that stands for these weights in Numba."""
+INPUTS = 4
+"""Inputs that one instruction multiplies in each column."""
+PANEL_TRAILER = 8 * TILE_COLUMNS
+"""Bytes of a panel's scales and sums."""
+ROW_HEADER = 16
+"""Bytes before a row's integers."""
+LEAST_PEAK = 1e-30
+"""Rows of smaller values count as zeros, since the inverse of their scale would overflow."""
+MOST_INPUTS = 1 << 16
+"""Most inputs of a layer: the sum of so many products of 255 and 127 fits 32 bits."""
+
+_INT16 = ir.IntType(16)
+_INT32 = ir.IntType(32)
+
+Instruction = Literal["vpdpbusd", "vpmaddwd", "vpmulld"]
+
+
+def integer_instruction(features: Mapping[str, bool]) -> tuple[Instruction, int]:
+    """Return how a processor multiplies integers, by LLVM's names of its features, and in how many lanes."""
+    if features.get("avx512vnni"):
+        return "vpdpbusd", 16
+    if features.get("avxvnni"):
+        return "vpdpbusd", 8
+    if features.get("avx512bw"):
+        return "vpmaddwd", 16
+    return ("vpmaddwd", 8) if features.get("avx2") else ("vpmulld", 8)
+
+
+def processor_features() -> Mapping[str, bool]:
+    """Return the features of the processor for which Numba compiles."""
+    if config.CPU_NAME is None:  # type: ignore[attr-defined]
+        features: Mapping[str, bool] = binding.get_host_cpu_features()
+        return features
+    named = (config.CPU_FEATURES or "").split(",")  # type: ignore[attr-defined]
+    return {name[1:]: name[0] == "+" for name in named if name}
+
+
+def emit_integer_products(
+    builder: Any, inputs: Any, weights: Any, sums: Any, instruction: Instruction
+) -> Any:
+    """Emit ``sums + inputs * weights`` over the ``INPUTS`` bytes of each lane.
+
+    Args:
+        inputs: int32, ``INPUTS`` unsigned bytes.
+        weights, sums: vectors of int32; weights are ``INPUTS`` signed bytes in each lane.
+    """
+    vector, lanes = weights.type, weights.type.count
+
+    def repeated(value: Any) -> Any:
+        return splat(builder, value, lanes)
+
+    if instruction == "vpdpbusd":
+        function_type = ir.FunctionType(vector, [vector] * 3)
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+        function = cgutils.get_or_insert_function(builder.module, function_type, name)
+        return builder.call(function, [sums, repeated(inputs), weights])
+    if instruction == "vpmaddwd":
+        return _emit_halves(builder, inputs, weights, sums)
+    for byte in range(INPUTS):
+        unsigned = builder.and_(builder.lshr(inputs, ir.Constant(_INT32, 8 * byte)), ir.Constant(_INT32, 255))
+        shifted = builder.shl(weights, ir.Constant(vector, [24 - 8 * byte] * lanes))
+        signed = builder.ashr(shifted, ir.Constant(vector, [24] * lanes))
+        sums = builder.add(sums, builder.mul(repeated(unsigned), signed))
+    return sums
+
+
+def _emit_halves(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:
+    """Emit the products of the even and of the odd bytes, as integers of 16 bits, which cannot saturate."""
+    vector, lanes = weights.type, weights.type.count
+    halves = ir.VectorType(_INT16, 2 * lanes)
+    name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [halves] * 2), name)
+    mask, eight = ir.Constant(_INT32, 0x00FF00FF), ir.Constant(halves, [8] * 2 * lanes)
+    words = builder.bitcast(weights, halves)
+    even = builder.ashr(builder.shl(words, eight), eight)
+    odd = builder.ashr(words, eight)
+    for half, byte in ((even, 0), (odd, 8)):
+        unsigned = builder.and_(builder.lshr(inputs, ir.Constant(_INT32, byte)), mask)
+        repeated = builder.bitcast(splat(builder, unsigned, lanes), halves)
+        sums = builder.add(sums, builder.call(function, [repeated, half]))
+    return sums
+
+
+@exact
+def encode_integers(source: int, target: int, length: int) -> None:
+    """Quantize a row of float32; a value that is not finite makes its scale NaN. Both are addresses."""
+    values = carray(pointer(source, np.float32), (length,))
+    bits = carray(pointer(source, np.int32), (length,))
+    scales = carray(pointer(target, np.float32), (1,))
+    integers = carray(pointer(target + ROW_HEADER, np.uint8), (length,))
+    # Positive floats have the order of their bits, and integers have a maximum that LLVM computes in vectors.
+    peak_bits = np.int32(0)
+    for index in range(length):
+        peak_bits = max(peak_bits, np.int32(bits[index] & np.int32(0x7FFFFFFF)))
+    if peak_bits >= 0x7F800000:
+        scales[0] = np.nan
+        for index in range(length):
+            integers[index] = 128
+        return
+    peaks = carray(pointer(target, np.int32), (1,))
+    peaks[0] = peak_bits
+    peak = scales[0] if scales[0] >= np.float32(LEAST_PEAK) else np.float32(0.0)
+    inverse = np.float32(127.0) / peak if peak > 0.0 else np.float32(0.0)
+    scales[0] = peak / np.float32(127.0)
+    for index in range(length):
+        integers[index] = np.uint8(np.int32(np.rint(values[index] * inverse)) + np.int32(128))
+
+
+@exact
+def scale_sums(
+    inputs: int, input_stride: int, panel_end: int, output: int, output_stride: int, num_rows: int
+) -> None:
+    """Replace the int32 sums of rows and of a panel's columns by float32 products; all are addresses.
+
+    Args:
+        panel_end: address of the panel's scales.
+        output_stride: elements from one row of sums to the next.
+    """
+    columns = carray(pointer(panel_end, np.float32), (TILE_COLUMNS,))
+    weight_sums = carray(pointer(panel_end + 4 * TILE_COLUMNS, np.int32), (TILE_COLUMNS,))
+    for row in range(num_rows):
+        scale = carray(pointer(inputs + row * input_stride, np.float32), (1,))[0]
+        sums = carray(pointer(output + 4 * row * output_stride, np.int32), (TILE_COLUMNS,))
+        products = carray(pointer(output + 4 * row * output_stride, np.float32), (TILE_COLUMNS,))
+        for column in range(TILE_COLUMNS):
+            total = np.int32(sums[column] - np.int32(128) * weight_sums[column])
+            products[column] = np.float32(total) * (scale * columns[column])

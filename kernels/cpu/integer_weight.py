@@ -1,0 +1,78 @@
+"""Weights of linear layers in 8 bits, whose inputs are quantized to 8 bits too; see ``integer_product``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels.cpu.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS
+from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
+
+
+@dataclass(frozen=True)
+class IntegerWeight(PackedWeight):
+    """A weight in integers with one scale for each output.
+
+    Attributes:
+        panels: uint8 ``[out_features / TILE_COLUMNS, bytes of a panel]``.
+        unpacked_dtype: the dtype of the weight before it was quantized.
+    """
+
+    unpacked_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight before it was quantized."""
+        return self.unpacked_dtype
+
+    @property
+    def stored(self) -> Any:
+        """The NumPy type that represents the weight in Numba."""
+        return INTEGERS
+
+    def operands(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of inputs as uint8 ``[num_rows, ROW_HEADER + in_features]``."""
+        values = rows.float()
+        peaks = values.abs().amax(-1, keepdim=True)
+        counts = peaks >= LEAST_PEAK
+        # torch computes 127 / peaks as a multiplication by the reciprocal, which rounds twice.
+        inverses = torch.full_like(peaks, 127) / peaks
+        integers = (values * torch.where(counts, inverses, 0)).round() + 128
+        is_finite = peaks.isfinite()
+        operands = torch.zeros((len(rows), ROW_HEADER + self.in_features), dtype=torch.uint8)
+        operands[:, ROW_HEADER:] = torch.where(is_finite, integers, 128).to(torch.uint8)
+        scales = torch.where(is_finite, torch.where(counts, peaks, 0) / 127, torch.nan)
+        operands[:, :4] = scales.view(torch.uint8)
+        return operands
+
+    def unpack(self) -> torch.Tensor:
+        """Return the dequantized weight ``[out_features, in_features]``."""
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return some rows of the dequantized weight, ``[*indices.shape, in_features]``."""
+        panel, column = indices // TILE_COLUMNS, indices % TILE_COLUMNS
+        words = self.panels[:, :-PANEL_TRAILER].view(len(self.panels), -1, TILE_COLUMNS, INPUTS)
+        scales = self.panels[:, -PANEL_TRAILER:].view(torch.float32)[panel, column]
+        integers = words.view(torch.int8)[panel, :, column].flatten(-2)
+        return (integers * scales[..., None]).to(self.unpacked_dtype)
+
+
+def quantize_to_integers(weight: torch.Tensor) -> IntegerWeight:
+    """Quantize a weight ``[out_features, in_features]`` of any float dtype; inputs are a multiple of 4."""
+    out_features, in_features = weight.shape
+    num_panels = num_padded_panels(out_features)
+    panels = torch.zeros((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), dtype=torch.uint8)
+    for panel in range(-(-out_features // TILE_COLUMNS)):
+        values = weight[panel * TILE_COLUMNS : (panel + 1) * TILE_COLUMNS].float()
+        values = torch.nn.functional.pad(values, (0, 0, 0, TILE_COLUMNS - len(values)))
+        scales = values.abs().amax(-1) / 127
+        integers = (values / torch.where(scales > 0, scales, 1)[:, None]).round().clamp(-127, 127)
+        words = integers.to(torch.int8).view(TILE_COLUMNS, -1, INPUTS).transpose(0, 1)
+        panels[panel, :-PANEL_TRAILER] = words.reshape(-1).view(torch.uint8)
+        trailer = torch.stack((scales.view(torch.int32), integers.sum(-1).to(torch.int32)))
+        panels[panel, -PANEL_TRAILER:] = trailer.view(-1).view(torch.uint8)
+    return IntegerWeight(panels, out_features, in_features, weight.dtype)

@@ -1,0 +1,163 @@
+"""Products of 8-bit integers on the CPU: exact sums, by every instruction."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llvmlite import binding, ir
+
+from quire.kernels.cpu.integer_product import (
+    ROW_HEADER,
+    Instruction,
+    emit_integer_products,
+    encode_integers,
+    integer_instruction,
+)
+from quire.kernels.cpu.integer_weight import quantize_to_integers
+from quire.kernels.cpu.linear import ROWS, UNIT, linear, sums
+
+HASWELL = "avx2 fma f16c"
+SKYLAKE = f"{HASWELL} avx512f avx512bw avx512dq avx512vl"
+PROCESSORS = {
+    "Sandy Bridge": ("avx", ("vpmulld", 8)),
+    "Haswell": (HASWELL, ("vpmaddwd", 8)),
+    "Alder Lake": (f"{HASWELL} avxvnni", ("vpdpbusd", 8)),
+    "Skylake-X": (SKYLAKE, ("vpmaddwd", 16)),
+    "Zen 4": (f"{SKYLAKE} avx512vnni avx512bf16", ("vpdpbusd", 16)),
+    "Zen 5": (f"{SKYLAKE} avx512vnni avx512bf16 avxvnni", ("vpdpbusd", 16)),
+    "Sapphire Rapids": (f"{SKYLAKE} avx512vnni avx512bf16 avxvnni amx-int8 amx-bf16", ("vpdpbusd", 16)),
+    "Diamond Rapids": (f"{SKYLAKE} avx512vnni avx512bf16 avxvnni avxvnniint8 amx-int8", ("vpdpbusd", 16)),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_the_instruction_of_a_processor(name: str) -> None:
+    features, expected = PROCESSORS[name]
+    assert integer_instruction(dict.fromkeys(features.split(), True)) == expected
+
+
+def expected_products(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the products of quantized inputs and weights, whose sums are in 64 bits."""
+    peaks, largest = inputs.abs().amax(1, keepdim=True), weight.abs().amax(1)
+    scales = largest / 127
+    integers = (weight / torch.where(scales > 0, scales, 1)[:, None]).round().clamp(-127, 127).long()
+    rows = (inputs * torch.where(peaks > 0, torch.full_like(peaks, 127) / peaks, 0)).round().long()
+    return (rows @ integers.T).float() * ((peaks / 127) * scales)
+
+
+@settings(max_examples=40)
+@given(
+    out_features=st.integers(1, 200),
+    num_groups=st.integers(1, 40),
+    num_rows=st.integers(1, ROWS + 7),
+    outlier=st.sampled_from([0.0, 1.0, 1e4]),
+    seed=st.integers(0, 1000),
+)
+def test_products_are_exact(
+    out_features: int, num_groups: int, num_rows: int, outlier: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn((out_features, 32 * num_groups), generator=generator)
+    inputs = torch.randn((num_rows, 32 * num_groups), generator=generator)
+    inputs[0] *= outlier
+    inputs[-1, 0] += outlier
+    packed = quantize_to_integers(weight)
+    assert torch.equal(sums(inputs, packed, None)[:, :out_features], expected_products(inputs, weight))
+    assert torch.equal(sums(inputs, packed, None, num_segments=8), sums(inputs, packed, None))
+
+
+def test_bits_do_not_depend_on_other_rows_or_on_threads() -> None:
+    generator = torch.Generator().manual_seed(1)
+    packed = quantize_to_integers(torch.randn((320, 96), generator=generator))
+    inputs = torch.randn((ROWS + 40, 96), generator=generator)
+    bias = torch.randn(packed.num_units * UNIT, generator=generator)
+    expected = linear(inputs, packed, bias)
+    for num_threads in (1, 2, 4):
+        torch.set_num_threads(num_threads)
+        for num_rows in (*range(1, 20), ROWS, ROWS + 1, ROWS + 40):
+            assert torch.equal(linear(inputs[:num_rows], packed, bias), expected[:num_rows])
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_spoils_its_row_only(value: float) -> None:
+    inputs = torch.ones((3, 32))
+    inputs[1, 7] = value
+    products = linear(inputs, quantize_to_integers(torch.ones((5, 32))), None)
+    assert products[1].isnan().all()
+    assert torch.equal(products[[0, 2]], torch.full((2, 5), 32.0))
+
+
+def test_weights_are_the_nearest_of_255_steps() -> None:
+    weight = torch.randn((70, 64), generator=torch.Generator().manual_seed(2))
+    weight[3] = 0.0
+    packed = quantize_to_integers(weight)
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    assert ((packed.unpack() - weight).abs() <= steps * 0.501).all()
+    assert torch.equal(packed.rows(torch.tensor([69, 0])), packed.unpack()[[69, 0]])
+
+
+@given(seed=st.integers(0, 10_000), spoilt=st.sampled_from([1.0, 0.0, 1e-38, torch.nan, torch.inf]))
+def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) -> None:
+    # Values of bfloat16 are often halfway between two integers.
+    row = torch.randn(64, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+    row[seed % 64] *= spoilt
+    target = np.zeros(ROW_HEADER + len(row), np.uint8)
+    encode_integers(row.data_ptr(), target.ctypes.data, len(row))
+    expected = quantize_to_integers(torch.ones((1, len(row)))).operands(row[None])[0].numpy()
+    assert np.array_equal(target[ROW_HEADER:], expected[ROW_HEADER:])
+    scales = target[:4].view(np.float32), expected[:4].view(np.float32)
+    assert np.array_equal(*scales, equal_nan=True)
+
+
+def compile_product(instruction: Instruction, lanes: int) -> tuple[Any, Any]:
+    """Return the engine and the address of ``void f(int32 *inputs, int32 *weights, int32 *sums)``."""
+    module = ir.Module()
+    integer = ir.IntType(32)
+    words = ir.VectorType(integer, lanes).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [integer.as_pointer(), words, words])
+    function = ir.Function(module, kind, "product")
+    builder = ir.IRBuilder(function.append_basic_block())
+    inputs, weights, totals = function.args
+    values = builder.load(inputs), builder.load(weights, align=4), builder.load(totals, align=4)
+    builder.store(emit_integer_products(builder, *values, instruction), totals, align=4)
+    builder.ret_void()
+    features = binding.get_host_cpu_features().flatten()
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
+    return engine, engine.get_function_address("product")
+
+
+@pytest.mark.parametrize(
+    ("instruction", "lanes", "feature"),
+    [
+        ("vpdpbusd", 16, "avx512vnni"),
+        ("vpdpbusd", 8, "avxvnni"),
+        ("vpmaddwd", 16, "avx512bw"),
+        ("vpmaddwd", 8, "avx2"),
+        ("vpmulld", 8, "avx"),
+    ],
+)
+def test_all_instructions_compute_the_same(instruction: Instruction, lanes: int, feature: str) -> None:
+    if not binding.get_host_cpu_features().get(feature):
+        pytest.skip(f"this processor has no {feature}")
+    engine, address = compile_product(instruction, lanes)
+    product = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(address)
+    random = np.random.Generator(np.random.PCG64(3))
+    extremes = [(255, -127), (255, 127), (0, -128), (128, 1)]
+    drawn = [tuple(random.integers((0, -128), (256, 128))) for _ in range(100)]
+    for unsigned, signed in extremes + drawn:
+        inputs = np.append(random.integers(0, 256, 3), unsigned).astype(np.uint8)
+        weights = np.full((lanes, 4), signed, np.int8)
+        weights[:, :3] = random.integers(-128, 128, (lanes, 3))
+        totals = random.integers(-(2**30), 2**30, lanes).astype(np.int32)
+        expected = totals + weights.astype(np.int32) @ inputs.astype(np.int32)
+        product(inputs.ctypes.data, weights.ctypes.data, totals.ctypes.data)
+        assert np.array_equal(totals, expected)
+    del engine
