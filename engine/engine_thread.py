@@ -16,7 +16,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
+
 from quire.engine.engine import Engine
+from quire.engine.lent_processors import LentProcessors
 from quire.engine.runner.step_clock import StepSeconds
 from quire.engine.runner.step_watch import TICK_SECONDS, StepWatch
 from quire.engine.sequences.schedule import Schedule
@@ -52,6 +55,7 @@ class EngineThread:
         on_failure: called in the event loop, once, if the engine fails or is stuck.
         on_stall: called in the event loop when the engine stalls (True) and when it recovers (False).
         watch: detects whether the thread is stuck; None disables this check.
+        processors: those of the workers of this machine, for steps with more threads while others are idle.
     """
 
     def __init__(
@@ -61,12 +65,14 @@ class EngineThread:
         on_failure: Callable[[EngineStoppedError], None] | None = None,
         on_stall: Callable[[bool], None] | None = None,
         watch: StepWatch | None = None,
+        processors: LentProcessors | None = None,
     ) -> None:
         self._engine = engine
         self._on_step = on_step
         self._on_failure = on_failure
         self._on_stall = on_stall
         self._watch = watch or StepWatch(math.inf)
+        self._processors = processors
         self._commands: deque[Callable[[], None]] = deque()
         self._unfinished: set[Future[Any]] = set()
         """Futures of commands that are queued, that run, or that wait for their callback."""
@@ -220,7 +226,7 @@ class EngineThread:
         try:
             while self._run_commands(can_step):
                 self._watch.begin()
-                updates = self._engine.step()
+                updates = self._step()
                 self._watch.end_step()
                 # If nothing can be scheduled, only a command can change that: blocks arrive, a request ends.
                 can_step = self._engine.num_stepped > 0
@@ -237,13 +243,28 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._deliver_failure, failure)
         self._fail_commands(failure or _stopped())
 
+    def _step(self) -> list[SequenceUpdate]:
+        if self._processors is None:
+            return self._engine.step()
+        with self._processors.borrowed() as num_threads:
+            torch.set_num_threads(num_threads)
+            return self._engine.step()
+
+    def _rest(self) -> None:
+        """Wait for a command while no step is possible; the condition is held."""
+        self._watch.rest()
+        if self._processors is not None:
+            self._processors.vacate()
+        self._wake.wait()
+        if self._processors is not None:
+            self._processors.occupy()
+
     def _run_commands(self, can_step: bool) -> bool:
         """Run queued commands, and wait for one while no step is possible; return False to end the loop."""
         while True:
             with self._wake:
                 while not (self._commands or self._is_stopping or (can_step and not self._engine.is_idle)):
-                    self._watch.rest()
-                    self._wake.wait()
+                    self._rest()
                 if self._is_stopping:
                     return False
                 commands, self._commands = self._commands, deque()

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from tempfile import TemporaryDirectory
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
 
+from quire.engine.lent_processors import SharedProcessors
 from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, Waitable
 from quire.services.local.child_processes import (
@@ -58,16 +60,23 @@ class LocalLauncher(Launcher):
         return self._processes.names
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
-        """Begin to start workers; each runs only on its assigned processors."""
+        """Begin to start workers, and assign processors to each; they lend these to each other."""
         wait_for_imports(self._from_image)
         self._cpus = {name: cpus for name, cpus in self._cpus.items() if name in self.names}
         num_workers = len(self.names) + len(configs)
-        for name, config in configs.items():
-            available = sorted(os.sched_getaffinity(0))
+        available = sorted(os.sched_getaffinity(0))
+        for name in configs:
             self._cpus[name] = share_of_processors(available, list(self._cpus.values()), num_workers)
-            placed = replace(config, num_sharing_gpu=num_workers, cpus=self._cpus[name])
-            placed = replace(placed, transport_dir=config.transport_dir or self._folder)
-            self._processes.start({name: placed})
+        placed = {
+            name: replace(
+                config,
+                num_sharing_gpu=num_workers,
+                cpus=self._cpus[name],
+                transport_dir=config.transport_dir or self._folder,
+            )
+            for name, config in configs.items()
+        }
+        self._processes.start(lend_processors(placed, Path(self._folder)))
 
     def stop(self, name: str) -> None:
         """Ask a worker to finish its requests and end."""
@@ -99,6 +108,32 @@ def share_of_processors(
     share, rest = divmod(len(available), num_workers)
     number = max(1, share + (len(taken) < rest))
     return tuple(sorted(sorted(available, key=lambda cpu: (users[cpu], cpu))[:number]))
+
+
+def lend_processors(configs: Mapping[str, WorkerConfig], folder: Path) -> dict[str, WorkerConfig]:
+    """Let workers lend each other their processors, unless these overlap or a worker has set its threads.
+
+    Args:
+        configs: workers that start together, each with its processors.
+        folder: contains the file of their locks.
+    """
+    cpus = [each.cpus or () for each in configs.values()]
+    everyone = tuple(sorted({cpu for each in cpus for cpu in each}))
+    divides = any(each.threads is not None or each.tensor_parallel_size > 1 for each in configs.values())
+    if len(configs) < 2 or divides or len(everyone) < sum(map(len, cpus)):
+        return dict(configs)
+    descriptor, path = mkstemp(prefix="processors-", dir=folder)
+    os.close(descriptor)
+    sizes = tuple(map(len, cpus))
+    return {
+        name: replace(
+            config,
+            cpus=everyone,
+            threads=sizes[index],
+            shared_processors=SharedProcessors(Path(path), index, sizes),
+        )
+        for index, (name, config) in enumerate(configs.items())
+    }
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.engine.config import EngineConfig
+from quire.engine.lent_processors import SharedProcessors
 from quire.models.source import model_name
 from quire.rpc.loopback import REMEDY, is_loopback
 from quire.services.server.config import ServiceConfig
@@ -49,6 +50,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     Attributes:
         num_sharing_gpu: number of workers on this worker's GPU, itself included, which divide its memory.
         cpus: processors to run on; None: all.
+        shared_processors: the workers that lend each other these processors; None: no others.
         worker_id: name in the cluster; None makes one.
         max_step_seconds: the worker ends if its engine hangs in one step for this long and for ten times its
             longest recent step.
@@ -118,6 +120,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     )
     num_sharing_gpu: int = 1
     cpus: tuple[int, ...] | None = None
+    shared_processors: SharedProcessors | None = None
     worker_id: str | None = None
     max_step_seconds: float = 60.0
     lease_ttl_seconds: float = 10.0

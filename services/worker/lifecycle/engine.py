@@ -18,6 +18,7 @@ from quire.engine.engine_thread import EngineFailedError, EngineThread
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.lent_processors import LentProcessors
 from quire.engine.model.decode_graphs import CudaCapture
 from quire.engine.pool_memory import allocate_swap_space
 from quire.engine.ranks.parallel_runner import ParallelRunner
@@ -61,6 +62,7 @@ async def start_engine(start: Start) -> EngineThread:
         start.failure.set_result,
         start.state.set_stalled,
         watch,
+        _lent_processors(start),
     )
     thread.start()
     stack.push_async_callback(_stop_engine, thread)
@@ -68,6 +70,15 @@ async def start_engine(start: Start) -> EngineThread:
         _fail_with_ranks(thread, models.ranks)
     _describe(start, thread)
     return thread
+
+
+def _lent_processors(start: Start) -> LentProcessors | None:
+    shared = start.config.shared_processors
+    if shared is None:
+        return None
+    processors = LentProcessors(shared)
+    start.stack.callback(processors.close)
+    return processors
 
 
 def _fail_with_ranks(thread: EngineThread, ranks: Ranks) -> None:
