@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine.engine import Engine
-from quire.engine.lent_processors import LentProcessors
+from quire.engine.runner.lent_processors import LentProcessors
 from quire.engine.runner.step_clock import StepSeconds
 from quire.engine.runner.step_watch import TICK_SECONDS, StepWatch
 from quire.engine.sequences.schedule import Schedule

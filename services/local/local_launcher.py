@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
+from typing import NamedTuple
 
-from quire.engine.lent_processors import SharedProcessors
+from quire.engine.runner.lent_processors import SharedProcessors
 from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, Waitable
 from quire.services.local.child_processes import (
@@ -36,6 +37,26 @@ WORKER_MODULES = (
 """Modules that import torch, transformers and Numba, which takes seconds, and that do not import gRPC."""
 
 
+class Place(NamedTuple):
+    """The processors of a worker.
+
+    Attributes:
+        own: those that are assigned to it.
+        allowed: those that it may run on, with those that others may lend it.
+        shared: how it borrows them; None if it borrows none.
+    """
+
+    own: tuple[int, ...]
+    allowed: tuple[int, ...]
+    shared: SharedProcessors | None
+
+    def applied_to(self, config: WorkerConfig) -> WorkerConfig:
+        """Return the settings of a worker at this place."""
+        if self.shared is None:
+            return replace(config, cpus=self.own)
+        return replace(config, cpus=self.allowed, threads=len(self.own), shared_processors=self.shared)
+
+
 class LocalLauncher(Launcher):
     """Forks workers from a process that has imported their libraries, and divides the processors among them.
 
@@ -52,7 +73,7 @@ class LocalLauncher(Launcher):
         self._from_image = from_image
         self._processes = ChildProcesses(running, run_worker, from_image)
         self.running = running
-        self._cpus: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, Place] = {}
 
     @property
     def names(self) -> set[str]:
@@ -60,23 +81,28 @@ class LocalLauncher(Launcher):
         return self._processes.names
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
-        """Begin to start workers, and assign processors to each; they lend these to each other."""
+        """Begin to start workers, and assign processors to each.
+
+        Workers that start together lend each other their processors. A worker that starts later gets the
+        processors of one that has ended.
+        """
         wait_for_imports(self._from_image)
-        self._cpus = {name: cpus for name, cpus in self._cpus.items() if name in self.names}
-        num_workers = len(self.names) + len(configs)
-        available = sorted(os.sched_getaffinity(0))
-        for name in configs:
-            self._cpus[name] = share_of_processors(available, list(self._cpus.values()), num_workers)
-        placed = {
-            name: replace(
-                config,
-                num_sharing_gpu=num_workers,
-                cpus=self._cpus[name],
-                transport_dir=config.transport_dir or self._folder,
-            )
-            for name, config in configs.items()
-        }
-        self._processes.start(lend_processors(placed, Path(self._folder)))
+        names = self.names
+        left = [place for name, place in self._places.items() if name not in names]
+        self._places = {name: place for name, place in self._places.items() if name in names}
+        self._places |= dict(zip(configs, left, strict=False))
+        num_workers = len(names) + len(configs)
+        own = [place.own for place in self._places.values()]
+        new = [name for name in configs if name not in self._places]
+        for _ in new:
+            own.append(share_of_processors(sorted(os.sched_getaffinity(0)), own, num_workers))
+        lends = not names and lending_is_possible(configs.values())
+        places = places_of(own[len(self._places) :], Path(self._folder) if lends else None)
+        self._places |= dict(zip(new, places, strict=True))
+        for name, config in configs.items():
+            folder = config.transport_dir or self._folder
+            placed = self._places[name].applied_to(config)
+            self._processes.start({name: replace(placed, num_sharing_gpu=num_workers, transport_dir=folder)})
 
     def stop(self, name: str) -> None:
         """Ask a worker to finish its requests and end."""
@@ -110,30 +136,28 @@ def share_of_processors(
     return tuple(sorted(sorted(available, key=lambda cpu: (users[cpu], cpu))[:number]))
 
 
-def lend_processors(configs: Mapping[str, WorkerConfig], folder: Path) -> dict[str, WorkerConfig]:
-    """Let workers lend each other their processors, unless these overlap or a worker has set its threads.
+def lending_is_possible(configs: Iterable[WorkerConfig]) -> bool:
+    """Return whether each worker may change its number of threads from step to step."""
+    return all(each.threads is None and each.tensor_parallel_size == 1 for each in configs)
+
+
+def places_of(own: Sequence[tuple[int, ...]], folder: Path | None) -> list[Place]:
+    """Return the places of workers that start together.
 
     Args:
-        configs: workers that start together, each with its processors.
-        folder: contains the file of their locks.
+        own: the processors of each worker.
+        folder: contains the file with which they lend each other processors; None if they lend none. They
+            do not either if several have the same processor.
     """
-    cpus = [each.cpus or () for each in configs.values()]
-    everyone = tuple(sorted({cpu for each in cpus for cpu in each}))
-    divides = any(each.threads is not None or each.tensor_parallel_size > 1 for each in configs.values())
-    if len(configs) < 2 or divides or len(everyone) < sum(map(len, cpus)):
-        return dict(configs)
+    everyone = tuple(sorted({cpu for each in own for cpu in each}))
+    sizes = tuple(map(len, own))
+    if folder is None or len(own) < 2 or len(everyone) < sum(sizes):
+        return [Place(cpus, cpus, None) for cpus in own]
     descriptor, path = mkstemp(prefix="processors-", dir=folder)
     os.close(descriptor)
-    sizes = tuple(map(len, cpus))
-    return {
-        name: replace(
-            config,
-            cpus=everyone,
-            threads=sizes[index],
-            shared_processors=SharedProcessors(Path(path), index, sizes),
-        )
-        for index, (name, config) in enumerate(configs.items())
-    }
+    return [
+        Place(cpus, everyone, SharedProcessors(Path(path), index, sizes)) for index, cpus in enumerate(own)
+    ]
 
 
 @contextmanager

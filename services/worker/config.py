@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from quire.engine.config import EngineConfig
-from quire.engine.lent_processors import SharedProcessors
+from quire.engine.runner.lent_processors import SharedProcessors
 from quire.models.source import model_name
 from quire.rpc.loopback import REMEDY, is_loopback
 from quire.services.server.config import ServiceConfig

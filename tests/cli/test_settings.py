@@ -27,6 +27,7 @@ NOT_FLAGS = {
         "role",
         "num_sharing_gpu",
         "cpus",
+        "shared_processors",
         "worker_id",
         "lease_ttl_seconds",
         "max_step_seconds",

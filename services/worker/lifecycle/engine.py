@@ -18,11 +18,11 @@ from quire.engine.engine_thread import EngineFailedError, EngineThread
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.lent_processors import LentProcessors
 from quire.engine.model.decode_graphs import CudaCapture
 from quire.engine.pool_memory import allocate_swap_space
 from quire.engine.ranks.parallel_runner import ParallelRunner
 from quire.engine.ranks.ranks import Ranks
+from quire.engine.runner.lent_processors import LentProcessors
 from quire.engine.runner.step_watch import StepWatch
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.schedule import StepKind
