@@ -2,7 +2,7 @@
 
     python -m quire.benchmarks.peers --install        # once: virtual environments of vLLM and llama.cpp
     python -m quire.benchmarks.peers
-    python -m quire.benchmarks.peers --models 7m --dtypes float32 --workloads mixed,one-stream --rounds 5
+    python -m quire.benchmarks.peers --models 7m --dtypes float32,w8a8 --workloads mixed,one-stream --rounds 5
 
 Each side is a process that loads the model once, and is stopped (SIGSTOP) while it is another side's turn. A
 round runs a workload on each side in turn. Each round begins with another side. Before the first round, each
@@ -105,7 +105,12 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
             for side, reason in reasons.items():
                 failures.append(f"{side} cannot run {workload.name} of {model} in {dtype} here: {reason}")
                 del running[side]
-        return Comparison(rows, failures, {name: side.version for name, side in running.items()})
+        return Comparison(
+            rows,
+            failures,
+            {name: side.version for name, side in running.items()},
+            {name: side.arithmetic for name, side in running.items()},
+        )
 
 
 def measure(

@@ -61,7 +61,8 @@ class SideProcess:
         self._tree = ProcessTree(self._process.pid)
         self._log = log
         try:
-            self.version = str(self._read()["version"])
+            loaded = self._read()
+            self.version, self.arithmetic = str(loaded["version"]), str(loaded["arithmetic"])
             self._tree.stop()
         except BaseException:
             self.close()

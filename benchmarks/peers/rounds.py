@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from quire.benchmarks.harness.program import CannotRunError, Report
@@ -11,6 +12,18 @@ from quire.benchmarks.harness.rounds import medians, turns
 from quire.benchmarks.harness.tables import table
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.sides.protocol import Dtype
+
+INSTRUCTIONS = (
+    "avx2",
+    "avx512f",
+    "avx_vnni",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_int8",
+    "amx_bf16",
+)
+"""Names that Linux gives to sets of instructions."""
 
 Figures = TypeVar("Figures", bound=tuple[Any, ...])
 Found = TypeVar("Found")
@@ -64,11 +77,13 @@ class Comparison(NamedTuple):
         rows: one for each workload and side.
         failures: the sides that could not run, each with the reason.
         versions: versions of the engines, by side.
+        arithmetic: what the sides say of their arithmetic, by side.
     """
 
     rows: list[dict[str, Any]]
     failures: list[str]
     versions: dict[str, str]
+    arithmetic: dict[str, str]
 
 
 def report_all(
@@ -89,4 +104,20 @@ def report_all(
         raise CannotRunError("; ".join(failures))
     tables = [table(", ".join(case), comparison.rows, columns) for case, comparison in found.items()]
     versions = {side: version for each in found.values() for side, version in each.versions.items()}
-    return Report([*tables, *failures], {"versions": versions, "failures": failures, "rows": rows})
+    arithmetic = {
+        f"{model}, {dtype}, {side}": text
+        for (model, dtype), each in found.items()
+        for side, text in each.arithmetic.items()
+    }
+    processor = processor_name()
+    lines = [f"Processor: {processor}", *(f"{case}: {text}" for case, text in arithmetic.items())]
+    facts = {"processor": processor, "versions": versions, "arithmetic": arithmetic, "failures": failures}
+    return Report([*tables, *lines, *failures], {**facts, "rows": rows})
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the name of this machine's processor and those of its instructions that matter for products."""
+    fields = dict(line.split(":", 1) for line in cpuinfo.read_text().split("\n\n")[0].splitlines())
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = [flag for flag in INSTRUCTIONS if flag in fields.get("flags", "").split()]
+    return f"{fields.get('model name', 'unknown')} ({', '.join(flags) or 'none of the known instructions'})"

@@ -155,7 +155,7 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
             failures += [
                 f"{side} cannot run {workload.name} of {model}: {why}" for side, why in reasons.items()
             ]
-        return Comparison(rows, failures, {})
+        return Comparison(rows, failures, {}, {})
 
 
 def measure(

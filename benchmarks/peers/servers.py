@@ -19,6 +19,7 @@ from quire.benchmarks.peers.clients import CHECK_PROMPT, CHECK_TOKENS, MODEL, ht
 from quire.benchmarks.peers.environments import environment_variables, interpreter, is_installed
 from quire.benchmarks.peers.process_tree import ProcessTree
 from quire.benchmarks.peers.processes import SideFailedError
+from quire.benchmarks.peers.sides.compressed_checkpoint import checkpoint_for
 from quire.benchmarks.peers.sides.protocol import Setup
 from quire.cli.bench.summary import OK
 
@@ -151,7 +152,8 @@ def quire_server(setup: Setup, log: Path, num_prefill: int, arguments: Sequence[
     ports = free_ports()
     command = [sys.executable, "-P", "-c", "from quire.cli.main import main; main()", "serve", setup.model]
     options = {
-        "dtype": setup.dtype,
+        "dtype": setup.compute_dtype,
+        "weight-dtype": setup.weight_dtype,
         "max-model-len": setup.max_model_len,
         "max-num-seqs": setup.max_num_seqs,
         "num-blocks": setup.max_num_seqs * -(-setup.max_model_len // BLOCK_SIZE),
@@ -175,10 +177,14 @@ def vllm_server(setup: Setup, folder: Path, log: Path) -> Server:
     """
     if not is_installed("vllm", folder):
         raise SideFailedError("it is not installed: run python -m quire.benchmarks.peers --install first")
+    try:
+        model = checkpoint_for(setup)
+    except ValueError as error:
+        raise SideFailedError(str(error)) from None
     ports = free_ports()
     options = {
-        "model": setup.model,
-        "dtype": setup.dtype,
+        "model": str(model),
+        "dtype": setup.compute_dtype,
         "max-model-len": setup.max_model_len,
         "max-num-seqs": setup.max_num_seqs,
         "served-model-name": MODEL,

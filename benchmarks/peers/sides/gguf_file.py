@@ -12,6 +12,13 @@ from safetensors.numpy import load_file
 
 from quire.benchmarks.peers.sides.protocol import Dtype
 
+KINDS = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "w8a8": gguf.GGMLQuantizationType.Q8_0,
+    "int4": gguf.GGMLQuantizationType.Q4_0,
+}
+"""llama.cpp's types of matrices."""
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -30,7 +37,7 @@ NAMES = {
 
 
 def write_gguf(folder: Path, dtype: Dtype, path: Path) -> None:
-    """Write a Llama with untied embeddings and without a tokenizer, whose prompts are token ids.
+    """Write a Llama without a tokenizer, whose prompts are token ids.
 
     Args:
         folder: the model in Hugging Face format, in one file of float32 tensors.
@@ -52,7 +59,7 @@ def write_gguf(folder: Path, dtype: Dtype, path: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_tokenizer_model("none")
-    kind = gguf.GGMLQuantizationType.BF16 if dtype == "bfloat16" else gguf.GGMLQuantizationType.F32
+    kind = KINDS[dtype]
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave_halves(tensor, head_dim)

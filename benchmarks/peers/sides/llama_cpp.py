@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import llama_cpp
 
 from quire.benchmarks.peers.sides.gguf_file import write_gguf
-from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
+from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 
 ERROR_LEVEL = 4
 
@@ -120,13 +120,14 @@ class Context:
                     yield row.sequence, llama_cpp.llama_sampler_sample(self._sampler, self._context, index)
 
 
-def load(setup: Setup) -> tuple[str, Generate]:
+def load(setup: Setup) -> Side:
     """Load the model from a GGUF file next to the model's folder; write the file if it does not exist."""
     folder = Path(setup.model)
     model_file = folder.with_name(f"{folder.name}-{setup.dtype}.gguf")
     if not model_file.exists():
         write_gguf(folder, setup.dtype, model_file)
-    return llama_cpp.__version__, Context(model_file, setup).generate
+    context = Context(model_file, setup)
+    return Side(llama_cpp.__version__, llama_cpp.llama_print_system_info().decode(), context.generate)
 
 
 if __name__ == "__main__":

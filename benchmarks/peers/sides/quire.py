@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
+from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16
 
 
-def load(setup: Setup) -> tuple[str, Generate]:
+def load(setup: Setup) -> Side:
     """Load the model, with blocks for a full batch of the longest sequences."""
     llm = LLM(
         setup.model,
-        dtype=setup.dtype,
+        dtype=setup.compute_dtype,
+        weight_dtype=setup.weight_dtype,
         threads=setup.threads,
         device="cpu",
         block_size=BLOCK_SIZE,
@@ -27,7 +28,7 @@ def load(setup: Setup) -> tuple[str, Generate]:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return version("quire-llm"), generate
+    return Side(version("quire-llm"), ARITHMETIC, generate)
 
 
 if __name__ == "__main__":

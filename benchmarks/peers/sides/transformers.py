@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import transformers
 
-from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
+from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 
 
-def load(setup: Setup) -> tuple[str, Generate]:
+def load(setup: Setup) -> Side:
     """Load the model with torch's scaled dot product attention."""
+    if setup.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"it is not measured with {setup.dtype}")
     torch.set_num_threads(setup.threads)
     dtype = getattr(torch, setup.dtype)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -30,7 +32,7 @@ def load(setup: Setup) -> tuple[str, Generate]:
         )
         return [row[:most] for row, most in zip(tokens[:, width:].tolist(), max_tokens, strict=True)]
 
-    return transformers.__version__, generate
+    return Side(transformers.__version__, torch.backends.cpu.get_cpu_capability(), generate)
 
 
 if __name__ == "__main__":

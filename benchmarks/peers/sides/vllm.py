@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 import vllm
 
-from quire.benchmarks.peers.sides.protocol import Generate, Setup, serve
+from quire.benchmarks.peers.sides.compressed_checkpoint import checkpoint_for
+from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 
 
-def load(setup: Setup) -> tuple[str, Generate]:
+def load(setup: Setup) -> Side:
     """Load the model; at first this compiles it, which takes minutes."""
     llm = vllm.LLM(
-        setup.model,
-        dtype=setup.dtype,
+        str(checkpoint_for(setup)),
+        dtype=setup.compute_dtype,
         max_model_len=setup.max_model_len,
         max_num_seqs=setup.max_num_seqs,
     )
@@ -24,7 +26,7 @@ def load(setup: Setup) -> tuple[str, Generate]:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return vllm.__version__, generate
+    return Side(vllm.__version__, torch.backends.cpu.get_cpu_capability(), generate)
 
 
 if __name__ == "__main__":
