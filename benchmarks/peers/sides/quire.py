@@ -5,6 +5,9 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
+from quire.engine.model.packed_linear import PackedLinear
+from quire.kernels.cpu.bfloat16_product import PAIRS
+from quire.kernels.cpu.integer_product import INTEGERS, integer_instruction, processor_features
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16
@@ -28,7 +31,16 @@ def load(setup: Setup) -> Side:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return Side(version("quire-llm"), ARITHMETIC, generate)
+    return Side(version("quire-llm"), arithmetic(llm), generate)
+
+
+def arithmetic(llm: LLM) -> str:
+    """Return how the model's linear layers are multiplied."""
+    stored = {
+        each.packed.stored for each in llm.engine.model.module.modules() if isinstance(each, PackedLinear)
+    }
+    names = {PAIRS: "vdpbf16ps", INTEGERS: integer_instruction(processor_features())[0]}
+    return ", ".join(sorted(names.get(each, "float32 products") for each in stored))
 
 
 if __name__ == "__main__":
