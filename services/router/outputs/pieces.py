@@ -18,6 +18,8 @@ def _part(piece: pb.Piece) -> tuple[str | None, int]:
 
 
 def _one(run: list[pb.Piece]) -> pb.Piece:
+    if len(run) == 1:
+        return run[0]
     whole = pb.Piece(num_tokens=sum(piece.num_tokens for piece in run))
     kind, index = _part(run[0])
     if kind == "tool_call":
