@@ -84,6 +84,7 @@ class Tokenizer:
         """Ids of the added tokens, special or not, by their texts."""
         # The same tokens come many times; decoding them each time would be most of the work of logprobs.
         self._texts: dict[int, str] = {}
+        self._known_ids: set[int] = set()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
@@ -155,7 +156,9 @@ class Tokenizer:
         """Return whether ``decode`` uses an id; it ignores skipped special tokens and unknown ids."""
         if token_id in self._special_ids:
             return not skip_special_tokens
-        return self._tokenizer.id_to_token(token_id) is not None
+        if token_id not in self._known_ids and self._tokenizer.id_to_token(token_id) is not None:
+            self._known_ids.add(token_id)
+        return token_id in self._known_ids
 
 
 class IncrementalDecoder:
