@@ -24,6 +24,7 @@ from quire.services.local.child_processes import (
     wait_for_imports,
 )
 from quire.services.local.config import LocalStackConfig
+from quire.services.server.process import share_of_quota
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 
@@ -42,19 +43,20 @@ class Place(NamedTuple):
 
     Attributes:
         own: those that are assigned to it.
+        num_threads: its threads: fewer than its processors if its part of the container's quota is smaller.
         allowed: those that it may run on, with those that others may lend it.
         shared: how it borrows them; None if it borrows none.
     """
 
     own: tuple[int, ...]
+    num_threads: int
     allowed: tuple[int, ...]
     shared: SharedProcessors | None
 
     def applied_to(self, config: WorkerConfig) -> WorkerConfig:
         """Return the settings of a worker at this place."""
-        if self.shared is None:
-            return replace(config, cpus=self.own)
-        return replace(config, cpus=self.allowed, threads=len(self.own), shared_processors=self.shared)
+        threads = config.threads or self.num_threads
+        return replace(config, cpus=self.allowed, threads=threads, shared_processors=self.shared)
 
 
 class LocalLauncher(Launcher):
@@ -97,7 +99,12 @@ class LocalLauncher(Launcher):
         for _ in new:
             own.append(share_of_processors(sorted(os.sched_getaffinity(0)), own, num_workers))
         lends = not names and lending_is_possible(configs.values())
-        places = places_of(own[len(self._places) :], Path(self._folder) if lends else None)
+        first = len(self._places)
+        sizes = [
+            min(len(cpus), share_of_quota(num_workers, index))
+            for index, cpus in enumerate(own[first:], first)
+        ]
+        places = places_of(own[first:], sizes, Path(self._folder) if lends else None)
         self._places |= dict(zip(new, places, strict=True))
         for name, config in configs.items():
             folder = config.transport_dir or self._folder
@@ -141,22 +148,23 @@ def lending_is_possible(configs: Iterable[WorkerConfig]) -> bool:
     return all(each.threads is None and each.tensor_parallel_size == 1 for each in configs)
 
 
-def places_of(own: Sequence[tuple[int, ...]], folder: Path | None) -> list[Place]:
+def places_of(own: Sequence[tuple[int, ...]], sizes: Sequence[int], folder: Path | None) -> list[Place]:
     """Return the places of workers that start together.
 
     Args:
         own: the processors of each worker.
+        sizes: number of threads of each worker.
         folder: contains the file with which they lend each other processors; None if they lend none. They
             do not either if several have the same processor.
     """
     everyone = tuple(sorted({cpu for each in own for cpu in each}))
-    sizes = tuple(map(len, own))
-    if folder is None or len(own) < 2 or len(everyone) < sum(sizes):
-        return [Place(cpus, cpus, None) for cpus in own]
+    if folder is None or len(own) < 2 or len(everyone) < sum(map(len, own)):
+        return [Place(cpus, size, cpus, None) for cpus, size in zip(own, sizes, strict=True)]
     descriptor, path = mkstemp(prefix="processors-", dir=folder)
     os.close(descriptor)
     return [
-        Place(cpus, everyone, SharedProcessors(Path(path), index, sizes)) for index, cpus in enumerate(own)
+        Place(cpus, sizes[index], everyone, SharedProcessors(Path(path), index, tuple(sizes)))
+        for index, cpus in enumerate(own)
     ]
 
 

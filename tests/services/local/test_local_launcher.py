@@ -25,7 +25,7 @@ def test_processors_are_divided_evenly() -> None:
 
 
 def test_workers_lend_each_other_their_processors(tmp_path: Path) -> None:
-    places = places_of([(4,), (5, 7)], tmp_path)
+    places = places_of([(4,), (5, 7)], [1, 2], tmp_path)
     config = WorkerConfig(role="decode")
     placed = [place.applied_to(config) for place in places]
     assert [(each.cpus, each.threads) for each in placed] == [((4, 5, 7), 1), ((4, 5, 7), 2)]
@@ -36,9 +36,11 @@ def test_workers_lend_each_other_their_processors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [[(4,), (4,)], [(4, 5)]], ids=["the same processor", "one worker"])
 def test_workers_without_processors_to_lend(tmp_path: Path, own: list[tuple[int, ...]]) -> None:
-    places = places_of(own, tmp_path)
-    assert places == [Place(cpus, cpus, None) for cpus in own]
-    assert places[0].applied_to(WorkerConfig(role="decode")) == WorkerConfig(role="decode", cpus=own[0])
+    places = places_of(own, [1] * len(own), tmp_path)
+    assert places == [Place(cpus, 1, cpus, None) for cpus in own]
+    placed = places[0].applied_to(WorkerConfig(role="decode"))
+    assert placed == WorkerConfig(role="decode", cpus=own[0], threads=1)
+    assert places[0].applied_to(WorkerConfig(role="decode", threads=3)).threads == 3
     assert not list(tmp_path.iterdir())
 
 
