@@ -36,7 +36,7 @@ class EngineConfig:
         "auto",
         "--weight-dtype",
         "Type of linear layers' weights: the model's, or 8 or 4 bits, which is less exact; with w8a8, their "
-        "inputs have 8 bits too, which is the fastest; on the CPU.",
+        "inputs have 8 bits too, which is fast for prompts and batches; on the CPU.",
         Panel.MODEL,
     )
     max_model_len: int | None = setting(

@@ -96,7 +96,7 @@ def load_model(
         model: a folder in Hugging Face format, or a hub id, which may end with "@" and a revision.
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
-        weight_dtype: "auto" (the model's own) or a key of ``QUANTIZED``, for linear layers.
+        weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.
         collectives: collectives of the ranks that the model is divided among, all of which call this
             function; None loads the whole model.
 

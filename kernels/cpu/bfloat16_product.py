@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import carray, types  # type: ignore[attr-defined]
-from numba.core import cgutils, config
+from numba.core import cgutils
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, instruction, pointer, splat
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, instruction, pointer, processor_features, splat
 
 PAIRS: Any = np.uint32
 """NumPy type that stands for pairs of bfloat16 in Numba."""
@@ -52,9 +52,8 @@ _PAIRS_VECTOR = ir.VectorType(_Bfloat16(), 2 * LANES)
 
 
 def has_pair_products() -> bool:
-    """Return whether kernels may use ``vdpbf16ps``; not if Numba compiles for another processor."""
-    is_host = config.CPU_NAME is None  # type: ignore[attr-defined]
-    return is_host and TILE_COLUMNS > LANES and binding.get_host_cpu_features().get("avx512bf16", False)
+    """Return whether kernels may use ``vdpbf16ps``."""
+    return TILE_COLUMNS > LANES and processor_features().get("avx512bf16", False)
 
 
 def emit_pair_products(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:

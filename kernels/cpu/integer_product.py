@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
-from numba.core import cgutils, config
+from numba.core import cgutils
 
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, pointer, splat
 
@@ -48,15 +48,6 @@ def integer_instruction(features: Mapping[str, bool]) -> tuple[Instruction, int]
     if features.get("avx512bw"):
         return "vpmaddwd", 16
     return ("vpmaddwd", 8) if features.get("avx2") else ("vpmulld", 8)
-
-
-def processor_features() -> Mapping[str, bool]:
-    """Return the features of the processor for which Numba compiles."""
-    if config.CPU_NAME is None:  # type: ignore[attr-defined]
-        features: Mapping[str, bool] = binding.get_host_cpu_features()
-        return features
-    named = (config.CPU_FEATURES or "").split(",")  # type: ignore[attr-defined]
-    return {name[1:]: name[0] == "+" for name in named if name}
 
 
 def emit_integer_products(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 _FLOAT = ir.FloatType()
@@ -39,6 +39,15 @@ TILE_COLUMNS = 64 if binding.get_host_cpu_features().get("avx512f", False) else 
 
 SQUARE = 16 if TILE_COLUMNS == 64 else 8
 """Largest side of the squares that ``transpose`` handles fast: the number of float32 in a register."""
+
+
+def processor_features() -> Mapping[str, bool]:
+    """Return the features, by LLVM's names, for which Numba compiles: the host's, unless others are set."""
+    named = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if named is None:
+        features: Mapping[str, bool] = binding.get_host_cpu_features()
+        return features
+    return {name[1:]: name[0] == "+" for name in named.split(",") if name}
 
 
 def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ from quire.kernels.cpu.integer_product import (
     ROW_HEADER,
     emit_integer_products,
     integer_instruction,
-    processor_features,
 )
 from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
@@ -37,6 +36,7 @@ from quire.kernels.cpu.intrinsics import (
     fused,
     instruction,
     pointer,
+    processor_features,
     splat,
     widen,
     widened,

@@ -1,7 +1,8 @@
 """Prints a digest of what requests get: as this processor computes it, or as an older one would.
 
-Run as ``python -m tests.engine.other_processor [--old] FOLDER:DTYPE...``, with one model in each folder. With
-``--old`` and ``ENVIRONMENT`` vectors have 4 instead of 8 or 16 floats, and torch's have none at all.
+Run as ``python -m tests.engine.other_processor [--old] FOLDER:DTYPE:WEIGHTS...``, with one model in each
+folder. With ``--old`` and ``ENVIRONMENT`` vectors have 4 instead of 8 or 16 floats, and torch's have none at
+all.
 """
 
 from __future__ import annotations
@@ -121,5 +122,5 @@ def _forget_new_instructions() -> None:
 if __name__ == "__main__":
     if OLD in sys.argv:
         _forget_new_instructions()
-    cases = [each.rsplit(":", 1) for each in sys.argv[1:] if each != OLD]
-    print(json.dumps([functions(), *(results(Path(folder), dtype) for folder, dtype in cases)]))
+    cases = [each.rsplit(":", 2) for each in sys.argv[1:] if each != OLD]
+    print(json.dumps([functions(), *(results(Path(folder), *types) for folder, *types in cases)]))

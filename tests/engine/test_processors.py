@@ -16,8 +16,8 @@ from tests.engine.other_processor import ENVIRONMENT, OLD
 
 pytestmark = pytest.mark.slow
 
-# The soft cap and rotations by layer type in one program, and a model that runs by its modules.
-CASES = [("gemma2", "float32"), ("gpt_neox", "bfloat16")]
+# The soft cap and rotations by layer type in one program, a model that runs by its modules, and integers.
+CASES = [("gemma2", "float32", "auto"), ("gpt_neox", "bfloat16", "auto"), ("gpt_neox", "bfloat16", "w8a8")]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulated processor is an older x86")
@@ -25,7 +25,7 @@ def test_an_older_processor_computes_the_same_bits(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     program = [sys.executable, "-m", "tests.engine.other_processor"]
-    models = [f"{tiny_model(architecture)}:{dtype}" for architecture, dtype in CASES]
+    models = [f"{tiny_model(architecture)}:{dtype}:{weights}" for architecture, dtype, weights in CASES]
     kernels = {"NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp("old-kernels"))}
     old = subprocess.Popen(
         [*program, OLD, *models], env={**os.environ, **ENVIRONMENT, **kernels}, stdout=subprocess.PIPE

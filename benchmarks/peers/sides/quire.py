@@ -7,7 +7,8 @@ from importlib.metadata import version
 from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 from quire.engine.model.packed_linear import PackedLinear
 from quire.kernels.cpu.bfloat16_product import PAIRS
-from quire.kernels.cpu.integer_product import INTEGERS, integer_instruction, processor_features
+from quire.kernels.cpu.integer_product import INTEGERS, integer_instruction
+from quire.kernels.cpu.intrinsics import processor_features
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16
