@@ -52,7 +52,7 @@ def test_half_the_bytes_and_the_scales() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight_dtype must be one of auto, int8, int4"):
+    with pytest.raises(ValueError, match="weight_dtype must be one of auto, w8a8, int8, int4"):
         LLM(weight_dtype="int2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, int8"):
         LLM(kv_cache_dtype="int4")  # type: ignore[arg-type]
