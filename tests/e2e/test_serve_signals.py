@@ -143,16 +143,16 @@ async def test_ctrl_c_lets_requests_end(serve: Serve) -> None:
 
 async def test_the_second_signal_ends_it_at_once(serve: Serve) -> None:
     address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
-    async with AsyncClient(address) as client:
-        (running,) = await begin(client, [make_prompt(20)])
+    async with unread(address) as read:
         children = serve.children()
         serve.process.terminate()
         await asyncio.to_thread(serve.line, "waiting for 1 request,")
         serve.process.terminate()
         status, rest = await asyncio.wait_for(asyncio.to_thread(serve.end), 10)
         assert (status, "Traceback" in rest) == (128 + signal.SIGTERM, False)
-        with pytest.raises(Unavailable):
-            await running
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await read()
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
     assert not list(serve.folder.iterdir())
     # Redis, the router, two workers, and multiprocessing's fork server and tracker of resources.
     assert len(children) >= 6

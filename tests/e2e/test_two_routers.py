@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from typing import Any
 
 from quire.client import AsyncClient
@@ -59,9 +58,10 @@ async def test_a_router_places_requests_on_the_worker_that_the_other_router_does
             for seed in range(NUM_REQUESTS):
                 prompt = make_prompt(40, seed=seed)
                 await until(lambda: loads(second)["decode-0"][1] >= NUM_BUSY - 1)
-                async with aclosing(other_client.stream(prompt, max_tokens=300, ignore_eos=True)) as stream:
-                    await anext(stream)
-                    assert [loads(second)[f"decode-{i}"][0] for i in range(2)] == [0, 1]
+                answer = asyncio.create_task(other_client.generate(prompt, max_tokens=300, ignore_eos=True))
+                await until(lambda: any(own for own, _ in loads(second).values()))
+                assert [loads(second)[f"decode-{i}"][0] for i in range(2)] == [0, 1]
+                await answer
                 await until(lambda: loads(second)["decode-1"][0] == 0)
             assert loads(first)["decode-0"][1] == 0
             for task in busy:
