@@ -36,7 +36,7 @@ def generation(text: str = PROMPT, **stopping: Any) -> pb.Generation:
 
 async def stream(stub: Any, **stopping: Any) -> list[pb.GenerateStreamResponse]:
     request = pb.GenerateStreamRequest(generation=generation(**stopping))
-    return [response async for response in stub.GenerateStream(request, timeout=10)]
+    return [response async for response in stub.GenerateStream(request, timeout=60)]
 
 
 def text_of(responses: list[pb.GenerateStreamResponse]) -> str:
