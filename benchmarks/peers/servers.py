@@ -169,8 +169,11 @@ def quire_server(setup: Setup, log: Path, num_prefill: int, arguments: Sequence[
     return Server(full, {"HF_HUB_OFFLINE": "1"}, ports, log, ready_text="quire serves")
 
 
-def vllm_server(setup: Setup, folder: Path, log: Path) -> Server:
+def vllm_server(setup: Setup, folder: Path, log: Path, *, is_pair: bool = False) -> Server:
     """Start vLLM's OpenAI server; the folder holds its environment.
+
+    Args:
+        is_pair: whether one server computes prompts and another generates, with half of the cores each.
 
     Raises:
         SideFailedError: it is not installed, or does not start here.
@@ -188,12 +191,17 @@ def vllm_server(setup: Setup, folder: Path, log: Path) -> Server:
         "max-model-len": setup.max_model_len,
         "max-num-seqs": setup.max_num_seqs,
         "served-model-name": MODEL,
-        "host": "127.0.0.1",
         "port": ports.http,
     }
-    command = [str(interpreter("vllm", folder)), "-P", "-m", "vllm.entrypoints.openai.api_server"]
     variables = environment_variables("vllm", folder, setup.threads)
-    return Server([*command, *_flags(options), "--disable-uvicorn-access-log"], variables, ports, log)
+    if is_pair:
+        module = "quire.benchmarks.peers.sides.vllm_pair"
+        options["cores"] = variables["VLLM_CPU_OMP_THREADS_BIND"]
+    else:
+        module = "vllm.entrypoints.openai.api_server"
+        options["host"] = "127.0.0.1"
+    command = [str(interpreter("vllm", folder)), "-P", "-m", module, *_flags(options)]
+    return Server([*command, "--disable-uvicorn-access-log"], variables, ports, log)
 
 
 def free_ports() -> Ports:
