@@ -16,13 +16,27 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
+import psutil
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 START_SECONDS = 0.1
 """Time between two looks at whether a server has started."""
+
+
+class _Server(NamedTuple):
+    """A running server of vLLM, and the cores that it may use."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    cores: Sequence[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
 
 def main() -> None:
@@ -37,13 +51,13 @@ def main() -> None:
     prefill = _start(arguments, ports[:2], cores[:half])
     decode = _start(arguments, ports[2:], cores[-half:])
     try:
-        web.run_app(_proxy(f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[2]}"), port=options.port)
+        web.run_app(_proxy(prefill, decode), port=options.port)
     finally:
-        prefill.terminate()
-        decode.terminate()
+        prefill.process.terminate()
+        decode.process.terminate()
 
 
-def _start(arguments: Sequence[str], ports: Sequence[int], cores: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(arguments: Sequence[str], ports: Sequence[int], cores: Sequence[str]) -> _Server:
     """Start a server on the first port; it offers the keys of its blocks on the second."""
     variables = {
         "OMP_NUM_THREADS": str(len(cores)),
@@ -53,28 +67,41 @@ def _start(arguments: Sequence[str], ports: Sequence[int], cores: Sequence[str])
     }
     module = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
     own = ["--host", "127.0.0.1", "--port", str(ports[0]), "--kv-transfer-config", json.dumps(NIXL)]
-    return subprocess.Popen([sys.executable, *module, *arguments, *own], env={**os.environ, **variables})
+    command = [sys.executable, *module, *arguments, *own]
+    return _Server(subprocess.Popen(command, env={**os.environ, **variables}), ports[0], cores)
 
 
-def _proxy(prefill: str, decode: str) -> web.Application:
+def _bind(server: _Server) -> None:
+    """Bind the threads of a server to its cores.
+
+    vLLM's NIXL connector moves the thread that computes to the last core of the node, in both servers.
+    """
+    root = psutil.Process(server.process.pid)
+    for process in (root, *root.children(recursive=True)):
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, map(int, server.cores))
+
+
+def _proxy(prefill: _Server, decode: _Server) -> web.Application:
     session = web.AppKey("session", ClientSession)
 
     async def client(app: web.Application) -> AsyncIterator[None]:
         async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=600)) as made:
             app[session] = made
-            for url in (prefill, decode):
-                await _wait_for(made, url)
+            for server in (prefill, decode):
+                await _wait_for(made, server.url)
+                _bind(server)
             yield
 
     async def complete(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         first = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": HAND_OVER}
         del first["stream_options"]
-        async with request.app[session].post(f"{prefill}/v1/completions", json=first) as reply:
+        async with request.app[session].post(f"{prefill.url}/v1/completions", json=first) as reply:
             reply.raise_for_status()
             blocks = (await reply.json())["kv_transfer_params"]
         async with request.app[session].post(
-            f"{decode}/v1/completions", json={**body, "kv_transfer_params": blocks}
+            f"{decode.url}/v1/completions", json={**body, "kv_transfer_params": blocks}
         ) as reply:
             answer = web.StreamResponse(status=reply.status)
             await answer.prepare(request)
@@ -84,7 +111,7 @@ def _proxy(prefill: str, decode: str) -> web.Application:
             return answer
 
     async def models(request: web.Request) -> web.Response:
-        async with request.app[session].get(f"{decode}/v1/models") as reply:
+        async with request.app[session].get(f"{decode.url}/v1/models") as reply:
             return web.json_response(await reply.json())
 
     app = web.Application(client_max_size=2**24)
