@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.shared_memory import SharedMemory
+from quire.engine.runner.control_groups import ControlGroups
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
 from quire.settings.setting import SettingError
@@ -25,14 +25,17 @@ GPU_KV_SHARE = 0.8
 The rest is for the forward pass.
 """
 
+_GROUPS = ControlGroups()
+
 
 def allocate_pool(
     config: EngineConfig,
     model: LoadedModel,
     draft: LoadedModel | None,
     device: torch.device,
-    num_sharing_gpu: int = 1,
+    num_sharing: int = 1,
     *,
+    cache_bytes: int = 0,
     share: Callable[[int], SharedMemory] | None = None,
 ) -> KvMemory:
     """Return the memory of the block pool.
@@ -41,13 +44,14 @@ def allocate_pool(
     blocks.
 
     Args:
-        num_sharing_gpu: number of processes that share the GPU in equal parts.
+        num_sharing: number of processes that share the GPU, or the machine's memory, in equal parts.
+        cache_bytes: memory on the host that the caller will use for further blocks.
         share: allocates a given number of bytes that other processes can map, for a pool on the CPU; None
             means private memory.
 
     Raises:
-        SettingError: the pool would hold fewer than two blocks, or more than the machine's memory; or
-            sequences may be longer than the model allows.
+        SettingError: the pool would hold fewer than two blocks; or it does not fit into the memory of the
+            machine or container; or sequences may be longer than the model allows.
         OSError: the pool is to be shared, and the system has no such memory.
     """
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
@@ -62,25 +66,25 @@ def allocate_pool(
         num_blocks = config.kv_memory_bytes // shape.block_bytes
     else:
         draft_shape = None if draft is None else draft.kv_shape(config.block_size)
-        num_blocks = default_num_blocks(device, shape, draft_shape, num_sharing_gpu)
+        num_blocks = default_num_blocks(device, shape, draft_shape, num_sharing)
     if num_blocks < 2:
         raise SettingError(
             f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
     num_bytes = num_blocks * shape.block_bytes
-    available = host_memory_bytes()
-    if device.type == "cpu" and num_bytes > available:
-        raise SettingError(
-            f"{num_blocks} blocks take {num_bytes >> 20} MiB, and there are {available >> 20} MiB here: "
-            f"lower {config.name_of('kv_memory_bytes')} or {config.name_of('num_blocks')}"
-        )
+    host_bytes = config.swap_space_bytes + cache_bytes
+    if device.type == "cpu":
+        host_bytes += num_bytes
+        if draft is not None:
+            host_bytes += num_blocks * draft.kv_shape(config.block_size).block_bytes
+    check_memory(config, host_bytes, num_sharing)
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
 
 
 def default_num_blocks(
-    device: torch.device, shape: KvShape, draft_shape: KvShape | None, num_sharing_gpu: int = 1
+    device: torch.device, shape: KvShape, draft_shape: KvShape | None, num_sharing: int = 1
 ) -> int:
     """Return the default size of the block pool, in blocks; call this after the models are loaded.
 
@@ -89,25 +93,55 @@ def default_num_blocks(
         shape: the shape of the model's blocks.
         draft_shape: the shape of a draft model's blocks, if there is one. It needs as many blocks as the
             model, and on a GPU the result leaves room for them.
-        num_sharing_gpu: number of processes that share the GPU in equal parts.
+        num_sharing: number of processes that share the GPU in equal parts.
     """
     if device.type == "cpu":
         return CPU_KV_BYTES // shape.block_bytes
     num_free, num_bytes = torch.cuda.mem_get_info(device)
     # Another process that starts at the same time may still need its part of the free memory.
-    num_ours = num_bytes // num_sharing_gpu - torch.cuda.memory_reserved(device)
+    num_ours = num_bytes // num_sharing - torch.cuda.memory_reserved(device)
     draft_bytes = 0 if draft_shape is None else draft_shape.block_bytes
     return int(max(0, min(num_free, num_ours)) * GPU_KV_SHARE) // (shape.block_bytes + draft_bytes)
 
 
-def host_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory of this machine, or the limit of its container if that is lower."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        # Without a limit, the file of version 2 says "max".
-        with suppress(OSError, ValueError):
-            return min(machine, int((cgroups / name).read_text()))
-    return machine
+def check_memory(
+    config: EngineConfig, block_bytes: int, num_sharing: int, groups: ControlGroups = _GROUPS
+) -> None:
+    """Check that the blocks and models of all workers fit into the memory of this machine or container.
+
+    The system gives a process memory when it first writes there. It would kill a worker when its blocks fill.
+
+    Args:
+        block_bytes: memory on the host for the blocks of this process, whose model is loaded.
+        num_sharing: number of such processes.
+
+    Raises:
+        SettingError: they do not fit.
+    """
+    model_bytes = _private_bytes() * config.tensor_parallel_size
+    needed, available = num_sharing * (block_bytes + model_bytes), groups.memory_bytes()
+    if needed <= available:
+        return
+    who = f"each of {num_sharing} workers needs" if num_sharing > 1 else "this process needs"
+    sizes = ("kv_memory_bytes", "num_blocks", "swap_space_bytes", "host_cache_bytes")
+    names = [config.name_of(size) for size in sizes if hasattr(config, size)]
+    raise SettingError(
+        f"{who} {block_bytes >> 20} MiB for blocks beside {model_bytes >> 20} MiB for its model, and "
+        f"{available >> 20} MiB are here in all: lower {', '.join(names[:-1])} or {names[-1]}, or raise the "
+        "container's memory limit"
+    )
+
+
+def _private_bytes() -> int:
+    """Return the memory of this process alone, such as its weights; 0 if the system does not say.
+
+    It has neither the libraries that workers share, nor mapped files, which the system can read again.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+            if line.startswith("Private_Dirty:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | None:

@@ -66,7 +66,7 @@ INSIDE: Mapping[str, Mapping[str, set[str]]] = {
         "kv_cache": set(),
         "model": {"kv_cache"},
         "weights": {"kv_cache", "model"},
-        "pool_memory": {"config", "kv_cache", "weights"},
+        "pool_memory": {"config", "kv_cache", "runner", "weights"},
         "structured_output": {"errors"},
         "sequences": {"errors", "kv_cache", "structured_output"},
         "scheduling": {"config", "errors", "kv_cache", "sequences"},

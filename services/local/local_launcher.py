@@ -109,7 +109,7 @@ class LocalLauncher(Launcher):
         for name, config in configs.items():
             folder = config.transport_dir or self._folder
             placed = self._places[name].applied_to(config)
-            self._processes.start({name: replace(placed, num_sharing_gpu=num_workers, transport_dir=folder)})
+            self._processes.start({name: replace(placed, num_sharing=num_workers, transport_dir=folder)})
 
     def stop(self, name: str) -> None:
         """Ask a worker to finish its requests and end."""

@@ -48,7 +48,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     """Settings of a worker.
 
     Attributes:
-        num_sharing_gpu: number of workers on this worker's GPU, itself included, which divide its memory.
+        num_sharing: number of workers, itself included, that divide the memory of its GPU or machine.
         cpus: processors to run on; None: all.
         shared_processors: the workers that lend each other these processors; None: no others.
         worker_id: name in the cluster; None makes one.
@@ -118,7 +118,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         minimum=0.0,
         maximum=1.0,
     )
-    num_sharing_gpu: int = 1
+    num_sharing: int = 1
     cpus: tuple[int, ...] | None = None
     shared_processors: SharedProcessors | None = None
     worker_id: str | None = None

@@ -25,7 +25,7 @@ VERBS = ("serve", "router", "prefill", "decode")
 NOT_FLAGS = {
     WorkerConfig: {
         "role",
-        "num_sharing_gpu",
+        "num_sharing",
         "cpus",
         "shared_processors",
         "worker_id",

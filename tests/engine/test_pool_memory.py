@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.engine import pool_memory
 from quire.engine.config import EngineConfig
 from quire.engine.model.check import AttentionCall, KvHeads
 from quire.engine.pool_memory import (
@@ -14,9 +15,11 @@ from quire.engine.pool_memory import (
     GPU_KV_SHARE,
     allocate_pool,
     allocate_swap_space,
-    host_memory_bytes,
+    check_memory,
 )
+from quire.engine.runner.control_groups import ControlGroups
 from quire.engine.weights.loader import LoadedModel
+from quire.services.worker.config import WorkerConfig
 from quire.settings.setting import SettingError
 
 META = torch.device("meta")
@@ -91,9 +94,10 @@ def test_the_swap_space_is_in_host_memory_and_may_be_absent() -> None:
     assert allocate_swap_space(small, memory) is None
 
 
-def test_a_pool_larger_than_the_machine_is_refused_with_the_setting_to_lower() -> None:
+def test_a_pool_larger_than_the_machine_is_refused_with_the_settings_to_lower() -> None:
     config = EngineConfig(kv_memory_bytes=1 << 50)
-    with pytest.raises(SettingError, match=r"take \d+ MiB, and there are \d+ MiB here: lower kv_"):
+    lower = "lower kv_memory_bytes, num_blocks or swap_space_bytes, or raise the container's memory limit"
+    with pytest.raises(SettingError, match=rf"this process needs \d+ MiB for blocks .* in all: {lower}"):
         allocate_pool(config, model(1), None, torch.device("cpu"))
 
 
@@ -103,10 +107,47 @@ def test_a_length_beyond_the_models_is_refused() -> None:
         allocate_pool(EngineConfig(max_model_len=8193), model(1), None, META)
 
 
-@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_containers_limit_counts_if_it_is_less(tmp_path: Path, name: str) -> None:
-    machine = host_memory_bytes(tmp_path)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    for text, expected in (("1048576\n", 1 << 20), ("max\n", machine), (f"{2 * machine}\n", machine)):
-        (tmp_path / name).write_text(text)
-        assert host_memory_bytes(tmp_path) == expected
+@pytest.mark.parametrize(("num_workers", "fits"), [(1, True), (2, True), (3, False)])
+def test_all_workers_together_must_fit_into_the_containers_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, fits: bool
+) -> None:
+    (tmp_path / "memory.max").write_text(f"{512 << 20}\n")
+    monkeypatch.setattr(pool_memory, "_private_bytes", lambda: 100 << 20)
+    config, groups = WorkerConfig(role="decode"), ControlGroups(tmp_path, tmp_path / "own")
+    if fits:
+        check_memory(config, 156 << 20, num_workers, groups)
+        return
+    message = (
+        "each of 3 workers needs 156 MiB for blocks beside 100 MiB for its model, and 512 MiB are here in "
+        "all: lower --kv-memory, --num-blocks, --swap-memory or --host-cache, or "
+        "raise the container's memory limit"
+    )
+    with pytest.raises(SettingError, match=message):
+        check_memory(config, 156 << 20, num_workers, groups)
+
+
+def test_every_rank_has_a_part_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{512 << 20}\n")
+    monkeypatch.setattr(pool_memory, "_private_bytes", lambda: 200 << 20)
+    groups = ControlGroups(tmp_path, tmp_path / "own")
+    check_memory(EngineConfig(), 200 << 20, 1, groups)
+    with pytest.raises(SettingError, match="beside 400 MiB for its model"):
+        check_memory(EngineConfig(tensor_parallel_size=2), 200 << 20, 1, groups)
+
+
+def test_all_blocks_on_the_host_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(pool_memory, "check_memory", lambda config, size, num_sharing: counted.append(size))
+    config = EngineConfig(num_blocks=4, swap_space_bytes=5)
+    block = model(1).kv_shape(config.block_size).block_bytes
+    allocate_pool(config, model(1), None, torch.device("cpu"), cache_bytes=7)
+    allocate_pool(config, model(1), model(1), torch.device("cpu"))
+    allocate_pool(config, model(1), None, META)
+    assert counted == [4 * block + 12, 8 * block + 5, 5]
+
+
+def test_weights_are_the_memory_of_their_process() -> None:
+    before = pool_memory._private_bytes()
+    weights = torch.ones(64 << 20, dtype=torch.uint8)
+    assert 60 << 20 <= pool_memory._private_bytes() - before <= 80 << 20
+    del weights

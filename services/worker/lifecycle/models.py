@@ -109,7 +109,15 @@ def _allocate_pool(
     ranks: Ranks | None,
 ) -> KvMemory:
     """Allocate the block pool. Other workers can map it if the system and the settings allow that."""
-    allocate = partial(allocate_pool, config, model, draft, device, config.num_sharing_gpu)
+    allocate = partial(
+        allocate_pool,
+        config,
+        model,
+        draft,
+        device,
+        config.num_sharing,
+        cache_bytes=config.host_cache_bytes,
+    )
     if ranks is not None:
         return allocate(share=ranks.share_pool)
     if config.transport != "auto":
