@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import Service, end_on_signals
-from quire.services.server.process import num_processors, raise_open_file_limit
+from quire.services.server.process import raise_open_file_limit
+from quire.services.server.processors import num_cores
 from quire.services.worker.config import RunningWorker, WorkerConfig
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _limit_processors(config: WorkerConfig) -> None:
     """
     if config.cpus is not None:
         os.sched_setaffinity(0, config.cpus)
-    threads = config.threads or num_processors()
+    threads = config.threads or num_cores()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

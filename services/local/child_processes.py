@@ -60,7 +60,7 @@ def fork_server(modules: Sequence[str]) -> Context:
     Where libraries may not survive a fork, processes start from scratch instead: on systems other than Linux,
     and if there is a GPU driver, which torch calls.
     """
-    if sys.platform != "linux" or _has_gpu_driver():
+    if sys.platform != "linux" or has_gpu_driver():
         return FROM_SCRATCH
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
@@ -82,7 +82,8 @@ def _do_nothing() -> None:
     pass
 
 
-def _has_gpu_driver() -> bool:
+def has_gpu_driver() -> bool:
+    """Return whether this system has the driver of a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

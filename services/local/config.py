@@ -10,6 +10,8 @@ from quire.services.server.config import LogLevel
 from quire.services.worker.config import WorkerConfig
 from quire.settings.setting import Panel, check_settings, setting
 
+_BY_NODE = "1; without both flags, half the NUMA nodes if there are more than 2"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStackConfig:
@@ -26,9 +28,13 @@ class LocalStackConfig:
         ValueError: a setting is out of range.
     """
 
-    num_prefill: int = setting(1, "--prefill", "Prefill workers.", Panel.COMMON, minimum=0)
+    num_prefill: int | None = setting(
+        None, "--prefill", "Prefill workers.", Panel.COMMON, minimum=0, shown_default=_BY_NODE
+    )
     # Decode workers generate the tokens, so there has to be one.
-    num_decode: int = setting(1, "--decode", "Decode workers.", Panel.COMMON, minimum=1)
+    num_decode: int | None = setting(
+        None, "--decode", "Decode workers.", Panel.COMMON, minimum=1, shown_default=_BY_NODE
+    )
     ray: str | None = setting(
         None,
         "--ray",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,12 +30,14 @@ from quire.services.local.child_processes import (
     KILL_SECONDS,
     Child,
     ChildProcesses,
+    has_gpu_driver,
     signals_held_back,
     stop_on_signals,
     stopped_at_end,
 )
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.local_launcher import LocalLauncher, local_launcher
+from quire.services.local.places import Place, numbers_by_node
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.router_processes import (
     on_the_same_ports,
@@ -45,6 +47,7 @@ from quire.services.local.router_processes import (
 )
 from quire.services.router.app import RouterAddresses
 from quire.services.server.log import configure_logging
+from quire.services.server.processors import read_cores, share_of_quota
 from quire.services.worker.config import RunningWorker, WorkerConfig
 
 JOIN_SECONDS = 30.0
@@ -84,6 +87,11 @@ class RunningStack:
     def workers(self) -> dict[str, Child]:
         """The workers' processes on this machine."""
         return self.launcher.running if isinstance(self.launcher, LocalLauncher) else {}
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """The processors of the workers on this machine."""
+        return self.launcher.places if isinstance(self.launcher, LocalLauncher) else {}
 
     @property
     def address(self) -> str:
@@ -207,7 +215,7 @@ def local_stack(
         with _progress(console) as progress:
             _wait_until_started(running, progress)
         for addresses in running.addresses.values():
-            _wait_until_joined(addresses.admin, config)
+            _wait_until_joined(addresses.admin, len(launcher.names))
         yield running
 
 
@@ -246,9 +254,16 @@ class WorkerConfigs:
 
 def worker_configs(config: LocalStackConfig, make: Callable[[str], WorkerConfig]) -> dict[str, WorkerConfig]:
     """Return the configuration of each worker that a stack begins with, by name."""
-    numbers = {"prefill": config.num_prefill, "decode": config.num_decode}
-    names = [f"{role}-{index}" for role, number in numbers.items() for index in range(number)]
+    names = [f"{role}-{index}" for role, number in _numbers(config).items() for index in range(number)]
     return {name: make(name) for name in names}
+
+
+def _numbers(config: LocalStackConfig) -> dict[str, int]:
+    """Return the number of workers of each role, by default as many as the machine suggests."""
+    given = {"prefill": config.num_prefill, "decode": config.num_decode}
+    if any(number is not None for number in given.values()) or config.ray is not None or has_gpu_driver():
+        return {role: 1 if number is None else number for role, number in given.items()}
+    return numbers_by_node(read_cores(os.sched_getaffinity(0)), share_of_quota(1, 0))
 
 
 def _wait_until_started(stack: RunningStack, progress: Progress) -> None:
@@ -269,7 +284,7 @@ def _wait_until_started(stack: RunningStack, progress: Progress) -> None:
                 progress.advance(bar)
 
 
-def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
+def _wait_until_joined(admin_address: str, num_workers: int) -> None:
     """Wait until the router knows every worker, so that the first request can use the whole stack.
 
     Raises:
@@ -280,7 +295,7 @@ def _wait_until_joined(admin_address: str, config: LocalStackConfig) -> None:
         stub = AdminServiceStub(channel)
         while True:
             known = stub.ListWorkers(ListWorkersRequest(), timeout=JOIN_SECONDS, wait_for_ready=True)
-            if len(known.workers) == config.num_prefill + config.num_decode:
+            if len(known.workers) == num_workers:
                 return
             if time.monotonic() > deadline:
                 raise LaunchError(f"not all workers found the router within {JOIN_SECONDS:.0f} s")
@@ -341,9 +356,11 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
         show(f"  http       {scheme}://{stack.http_address}/v1 (OpenAI)")
     for name, worker in sorted(stack.ready.items()):
         capacity = worker.num_blocks * config.worker.block_size
+        place = stack.places.get(name)
+        where = "" if place is None else f", {place.description(config.worker.threads)}"
         show(
             f"  {name:<10} {worker.address}  {worker.num_blocks} blocks = {capacity} tokens of KV, "
-            f"metrics at :{worker.metrics_port}"
+            f"metrics at :{worker.metrics_port}{where}"
         )
     show(f"  admin      {stack.admin_address}")
     redis = (

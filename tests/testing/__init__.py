@@ -4,6 +4,7 @@
 * ``tiny_engine``: an engine over a tiny model, requests for it, and their tokens.
 * ``constant_engine``: an engine without a model, for tests of scheduling.
 * ``manual_clock``, ``manual_disk``: a clock and a disk cache that move when a test says so.
+* ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
 * ``until``: waiting for a condition that nothing announces.
 * ``transport_pair``: two workers that push and pull blocks over any transport.
 * ``decodes``: both ends of a decode between router and worker.

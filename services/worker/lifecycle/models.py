@@ -27,7 +27,7 @@ from quire.models.source import pin_revision
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.services.server.log import get_logger
-from quire.services.server.process import num_processors
+from quire.services.server.processors import num_cores
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
 
@@ -74,7 +74,7 @@ def load_models(config: WorkerConfig) -> Models:
 
 
 def _warn_of_few_processors(config: WorkerConfig) -> None:
-    num_processes, available = config.tensor_parallel_size, num_processors()
+    num_processes, available = config.tensor_parallel_size, num_cores()
     if available < num_processes:
         details = "they wait for each other in each layer: give the worker more, or lower the size"
         _log.warning("few_processors", processes=num_processes, processors=available, details=details)
