@@ -26,6 +26,7 @@ from quire.services.local.child_processes import end_of
 from quire.services.local.config import LocalStackConfig
 from quire.services.router import app, public_servers
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
+from quire.services.server.processors import Core
 from quire.services.worker.config import DiskFolder, WorkerConfig
 
 pytestmark = pytest.mark.slow
@@ -165,6 +166,27 @@ def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
     assert {(each.model, each.redis_url, each.cluster_secret) for each in found.values()} == {
         ("m", "redis://r", b"secret")
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "expected"),
+    [
+        ({}, False, "prefill-0 prefill-1 decode-0 decode-1"),
+        ({}, True, "prefill-0 decode-0"),
+        ({"num_prefill": 0}, False, "decode-0"),
+        ({"num_decode": 2}, False, "prefill-0 decode-0 decode-1"),
+    ],
+)
+def test_a_machine_of_four_nodes_begins_with_four_workers(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], has_gpu: bool, expected: str
+) -> None:
+    cores = [Core(node, node, node, node, (node,)) for node in range(4)]
+    monkeypatch.setattr(local_stack, "read_cores", lambda processors: cores)
+    monkeypatch.setattr(local_stack, "share_of_quota", lambda num_workers, index: 64)
+    monkeypatch.setattr(local_stack, "has_gpu_driver", lambda: has_gpu)
+    config = LocalStackConfig(**given)
+    found = local_stack.worker_configs(config, local_stack.WorkerConfigs(config, None, b""))
+    assert " ".join(found) == expected
 
 
 def test_workers_of_a_stack_do_not_use_the_metrics_ports_of_its_routers(tmp_path: Path) -> None:

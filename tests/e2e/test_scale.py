@@ -54,6 +54,10 @@ async def test_workers_are_added_and_removed_under_load(banner: str) -> None:
     found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
     assert found is not None, banner
     address, admin_address = found.groups()
+    assert re.findall(r"^  (\S+) .*, processors? \d[\d,-]*", banner, re.MULTILINE) == [
+        "decode-0",
+        "prefill-0",
+    ]
     prompts = [make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
     async with AsyncClient(address, timeout=WAIT_SECONDS) as client:
 
