@@ -99,7 +99,7 @@ def restore_denormals(typingctx: Any, register: Any, stored: Any) -> Any:
 
 def _flushes(stored: Any) -> bool:
     is_x86 = binding.get_process_triple().startswith("x86_64")
-    return is_x86 and stored.dtype in (types.uint16, types.uint32)
+    return is_x86 and stored.dtype in (types.uint16, types.uint32, types.uint64, types.int64)
 
 
 def _call_with_register(builder: Any, name: str, register: Any) -> None:

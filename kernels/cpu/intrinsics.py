@@ -17,6 +17,8 @@ _FLOAT = ir.FloatType()
 _INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
+Values = dict[Any, Any]
+"""LLVM's values by any key."""
 CACHE_LINE = 64
 STORAGE: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
@@ -190,6 +192,29 @@ def emit_prefetch(builder: Any, address: Any) -> None:
     for_reading, keep_in_all_caches, is_data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
     line = builder.inttoptr(address, byte_pointer)
     builder.call(function, [line, for_reading, keep_in_all_caches, is_data])
+
+
+def emit_loop(builder: Any, count: Any, starts: Values, body: Callable[[Any, Values], Values]) -> Values:
+    """Emit ``for index in range(count): sums = body(index, sums)``; return the last sums.
+
+    The body runs at least once.
+    """
+    before = builder.block
+    loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_INT64)
+    sums = {each: builder.phi(start.type) for each, start in starts.items()}
+    results = body(index, sums)
+    end, following = builder.block, builder.add(index, ir.Constant(_INT64, 1))
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    index.add_incoming(ir.Constant(_INT64, 0), before)
+    index.add_incoming(following, end)
+    for each, total in sums.items():
+        total.add_incoming(starts[each], before)
+        total.add_incoming(results[each], end)
+    builder.position_at_end(after)
+    return results
 
 
 @instruction

@@ -23,6 +23,20 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
+from quire.kernels.cpu.amx_product import (
+    AMX_BFLOAT16,
+    CHAINS,
+    FLOAT32,
+    TILE_BYTES,
+    TILE_INPUTS,
+    TILE_SIDE,
+    TILES,
+    add_tile_products,
+    configure_tiles,
+    has_tile_products,
+    may_use_tiles,
+    release_tiles,
+)
 from quire.kernels.cpu.bfloat16_product import (
     PAIRS,
     flush_denormals,
@@ -136,15 +150,51 @@ class PairedWeight(PackedWeight):
         return swap_pairs(self.panels[indices // TILE_COLUMNS, :, indices % TILE_COLUMNS].flatten(-2))
 
 
+@dataclass(frozen=True)
+class TiledWeight(PackedWeight):
+    """A bfloat16 weight in tiles, see ``amx_product``.
+
+    Attributes:
+        panels: ``[out_features / TILE_COLUMNS, in_features / 32, TILE_COLUMNS / 16, 16, 16, 2]``.
+        by_tiles: whether tiles multiply it, or vectors.
+    """
+
+    by_tiles: bool
+
+    @property
+    def stored(self) -> Any:
+        """The NumPy type that represents the weight in Numba."""
+        return TILES if self.by_tiles else CHAINS
+
+    def operands(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[num_rows, in_features]`` in the form that products read."""
+        return (swap_pairs(rows) if self.by_tiles else rows.float()).contiguous()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight ``[out_features, in_features]``."""
+        return self.rows(torch.arange(self.out_features))
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return some rows of the weight, ``[*indices.shape, in_features]``."""
+        panel, column = indices // TILE_COLUMNS, indices % TILE_COLUMNS
+        pairs = self.panels[panel, :, column // TILE_SIDE, :, column % TILE_SIDE]
+        return swap_pairs(pairs.flatten(-3))
+
+
 def num_padded_panels(out_features: int) -> int:
     """Return the number of panels of a weight whose outputs are padded to whole units."""
     return -(-out_features // UNIT) * _PANELS
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
+def pack(weight: torch.Tensor, arithmetic: str = FLOAT32) -> PackedWeight:
     """Pack a weight ``[out_features, in_features]`` of a dtype in ``STORAGE`` with at least 16 bits.
 
     A bfloat16 weight is packed in pairs if the processor multiplies these.
+
+    Args:
+        weight: the weight.
+        arithmetic: ``FLOAT32`` or ``AMX_BFLOAT16``, the order of sums. The latter needs bfloat16 and whole
+            tiles of inputs; weights that differ have the order of ``FLOAT32``.
     """
     out_features, in_features = weight.shape
     num_panels = num_padded_panels(out_features)
@@ -154,7 +204,12 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     panels[:num_whole] = whole.transpose(1, 2)
     if rest := out_features - num_whole * TILE_COLUMNS:
         panels[num_whole, :, :rest] = weight[num_whole * TILE_COLUMNS :].T
-    if weight.dtype == torch.bfloat16 and in_features % 2 == 0 and has_pair_products():
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    if arithmetic == AMX_BFLOAT16 and is_bfloat16 and in_features % TILE_INPUTS == 0:
+        shape = (num_panels, -1, TILE_SIDE, 2, TILE_COLUMNS // TILE_SIDE, TILE_SIDE)
+        tiles = panels.view(shape).flip(3).permute(0, 1, 4, 2, 5, 3).contiguous()
+        return TiledWeight(tiles, out_features, in_features, may_use_tiles())
+    if is_bfloat16 and in_features % 2 == 0 and has_pair_products():
         pairs = panels.view(num_panels, in_features // 2, 2, TILE_COLUMNS).flip(2)
         return PairedWeight(pairs.transpose(2, 3).contiguous(), out_features, in_features)
     return PackedWeight(panels, out_features, in_features)
@@ -357,12 +412,14 @@ def _sum_segments(product: Product, num_segments: int, stored: Any) -> None:
 
 @exact
 def _sum_inputs(product: Product, stored: Any) -> None:
-    """Compute sums without a bias over the first ``num_inputs`` inputs, in order."""
+    """Compute sums without a bias over the first ``num_inputs`` inputs, in the order of the arithmetic."""
     outputs = carray(pointer(product.output, np.float32), (product.num_rows, product.output_stride))
     for row in range(product.num_rows):
         for column in range(UNIT):
             outputs[row, column] = 0.0
-    if product.num_rows > _FEW_ROWS:
+    if has_tile_products(stored):
+        _add_by_tiles(product, stored)
+    elif product.num_rows > _FEW_ROWS:
         _add_tiles(product, stored)
     else:
         _add_few_rows(product, stored)
@@ -405,6 +462,33 @@ def _add_tiles(product: Product, stored: Any) -> None:
                     add_rows_product(total, left, right, count, fetch, strides, 4, 1, stored)
                 else:
                     add_rows_product(total, left, right, count, fetch, strides, 3, 1, stored)
+
+
+@exact
+def _add_by_tiles(product: Product, stored: Any) -> None:
+    """Add the products of rows by AMX tiles: two rows of two tiles at a time, or one row of four."""
+    inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
+    column_stride = TILE_BYTES if _PANELS == 1 else panel_bytes(in_features, stored)
+    depth_stride = np.int64(TILE_INPUTS * bytes_per_input(stored))
+    strides = (np.int64(4 * output_stride), np.int64(input_stride), depth_stride, np.int64(column_stride))
+    for start in range(0, num_inputs, _DEPTH):
+        depth = np.int64(min(_DEPTH, num_inputs - start))
+        right = np.int64(weight + start * bytes_per_input(stored))
+        for row in range(0, num_rows, 2 * TILE_SIDE):
+            total = np.int64(output + 4 * row * output_stride)
+            left = np.int64(inputs + row * input_stride + operand_bytes(stored) * start)
+            first = np.int64(min(TILE_SIDE, num_rows - row))
+            second = np.int64(min(TILE_SIDE, num_rows - row - TILE_SIDE))
+            if second > 0:
+                configure_tiles(first, second, stored)
+                add_tile_products(total, left, right, depth, strides, 2, 2, stored)
+                total += 4 * 2 * TILE_SIDE
+                right_half = right + 2 * column_stride
+                add_tile_products(total, left, right_half, depth, strides, 2, 2, stored)
+            else:
+                configure_tiles(first, first, stored)
+                add_tile_products(total, left, right, depth, strides, 1, 4, stored)
+    release_tiles(stored)
 
 
 @exact

@@ -20,6 +20,7 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
+from quire.kernels.cpu.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
 from quire.kernels.cpu.bfloat16_product import LANES, emit_pair_products
 from quire.kernels.cpu.integer_product import (
     INPUTS,
@@ -31,6 +32,7 @@ from quire.kernels.cpu.integer_product import (
 from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
     TILE_COLUMNS,
+    emit_loop,
     emit_prefetch,
     exact,
     fused,
@@ -57,8 +59,16 @@ _PAIRS = types.uint32
 """The Numba type of ``bfloat16_product.PAIRS``."""
 _INTEGERS = types.int32
 """The Numba type of ``integer_product.INTEGERS``."""
-_OPERAND_BYTES = {_PAIRS: 2, _INTEGERS: 1}
-"""Bytes of an input, unless it is a float32; the weights have as many."""
+_CHAINS, _TILES = types.uint64, types.int64
+"""The Numba types of ``amx_product.CHAINS`` and ``TILES``."""
+_OPERAND_BYTES = {_PAIRS: 2, _TILES: 2, _INTEGERS: 1}
+"""Bytes of an input, unless it is a float32."""
+_WEIGHT_BYTES = {_PAIRS: 2, _CHAINS: 2, _TILES: 2, _INTEGERS: 1}
+"""Bytes of a weight whose Numba type stands for another type."""
+_FLOAT_LANES = 16 if TILE_COLUMNS == 64 else 8
+"""Floats of a register."""
+_MOST_SUMS = 24 if TILE_COLUMNS == 64 else 12
+"""Vectors of sums that fit into registers beside other values."""
 
 _BYTE = ir.IntType(8)
 _INT16 = ir.IntType(16)
@@ -86,11 +96,11 @@ def quantized_bits(typingctx: Any, stored: Any) -> Any:
 
 @instruction
 def bytes_per_input(typingctx: Any, stored: Any) -> Any:
-    """Return a panel's bytes per input. If it is quantized, multiply this only by whole groups."""
+    """Return a panel's bytes per input. If it has groups or tiles, multiply this only by whole ones."""
     if stored.dtype in _BITS:
         num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
-    elif stored.dtype in _OPERAND_BYTES:
-        num_bytes = TILE_COLUMNS * _OPERAND_BYTES[stored.dtype]
+    elif stored.dtype in _WEIGHT_BYTES:
+        num_bytes = TILE_COLUMNS * _WEIGHT_BYTES[stored.dtype]
     else:
         num_bytes = TILE_COLUMNS * stored.dtype.bitwidth // 8
 
@@ -202,7 +212,7 @@ def add_rows_product(
 
     Args:
         total, left, right: addresses; total is float32, and left has ``operand_bytes`` for each input.
-        depth: number of products in a sum; whole groups or pairs, if the weights have these.
+        depth: number of products in a sum; whole groups, pairs or tiles, if the weights have these.
         fetch: address to prefetch for k = 0, and the number of bytes from there to the address for the next
             k. Only products of 3 or more rows with float32 weights use this; others prefetch their own
             weights.
@@ -221,6 +231,8 @@ def add_rows_product(
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
         elif stored.dtype == _PAIRS:
             _add_words(tile, arguments[3], 2, (_FLOAT, LANES), emit_pair_products)
+        elif stored.dtype == _CHAINS:
+            _add_chains(tile, arguments[3])
         elif stored.dtype == _INTEGERS:
             instruction, lanes = integer_instruction(processor_features())
             emit = partial(emit_integer_products, instruction=instruction)
@@ -279,7 +291,7 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
         return tile.add_products(sums, k, weights)
 
     starts = {each: builder.load(total, align=4) for each, total in tile.totals.items()}
-    for each, result in _emit_loop(builder, depth, starts, add).items():
+    for each, result in emit_loop(builder, depth, starts, add).items():
         builder.store(result, tile.totals[each], align=4)
 
 
@@ -323,8 +335,74 @@ def _add_words(
 
     starts = {each: builder.load(total, align=4) for each, total in totals.items()}
     num_words = builder.udiv(depth, ir.Constant(_INT64, per_word))
-    for each, result in _emit_loop(builder, num_words, starts, add).items():
+    for each, result in emit_loop(builder, num_words, starts, add).items():
         builder.store(result, totals[each], align=4)
+
+
+def _add_chains(tile: _Tile, depth: Any) -> None:
+    """Emit the product with weights in tiles: two chains of 16 products each, then their sum.
+
+    Several loops each compute some columns, so that the sums of both chains fit into registers.
+    """
+    builder, lanes = tile.builder, _FLOAT_LANES
+    per_panel, per_tile = TILE_COLUMNS // lanes, TILE_SIDE // lanes
+    num_rows, num_vectors = len(tile.lefts), len(tile.rights) * per_panel
+    size = min(num_vectors, max(1, _MOST_SUMS // (2 * num_rows)))
+    for first in range(0, num_vectors, size):
+        pointers = {}
+        for vector in range(first, min(first + size, num_vectors)):
+            panel, part = divmod(vector, per_panel)
+            at = part // per_tile * TILE_BYTES + part % per_tile * 4 * lanes
+            pointers[vector] = builder.gep(tile.rights[panel], [ir.Constant(_INT64, at)])
+        _add_chains_of(tile, depth, pointers)
+
+
+def _add_chains_of(tile: _Tile, depth: Any, rights: dict[int, Any]) -> None:
+    """Emit the sums of some vectors of columns, whose weights begin at some pointers."""
+    builder, lanes, per_panel = tile.builder, _FLOAT_LANES, TILE_COLUMNS // _FLOAT_LANES
+    floats, words = ir.VectorType(_FLOAT, lanes), ir.VectorType(_INT32, lanes)
+    upper, half = ir.Constant(words, [0xFFFF0000] * lanes), ir.Constant(words, [16] * lanes)
+    zero = ir.Constant(floats, [0.0] * lanes)
+    keys = [(row, vector) for row in range(len(tile.lefts)) for vector in rights]
+    totals = {}
+    for row, vector in keys:
+        total = builder.bitcast(tile.totals[row, vector // per_panel], floats.as_pointer())
+        totals[row, vector] = builder.gep(total, [ir.Constant(_INT64, vector % per_panel)])
+
+    def add_block(block: Any, _: _Sums) -> _Sums:
+        start = builder.mul(block, ir.Constant(_INT64, 2 * TILE_INPUTS * TILE_COLUMNS))
+        first = builder.mul(block, ir.Constant(_INT64, TILE_INPUTS))
+
+        def add_pair(pair: Any, sums: _Sums) -> _Sums:
+            offset = builder.add(start, builder.mul(pair, ir.Constant(_INT64, 4 * TILE_SIDE)))
+            weights = {}
+            for vector, right in rights.items():
+                at = builder.gep(right, [offset])
+                if len(tile.lefts) > 2:
+                    ahead = builder.gep(at, [ir.Constant(_INT64, AHEAD * 2 * TILE_COLUMNS)])
+                    emit_prefetch(builder, builder.ptrtoint(ahead, _INT64))
+                both = builder.load(builder.bitcast(at, words.as_pointer()), align=4)
+                halves = (builder.and_(both, upper), builder.shl(both, half))
+                weights[vector] = [builder.bitcast(each, floats) for each in halves]
+            results = {}
+            for row in range(len(tile.lefts)):
+                k = builder.add(first, builder.shl(pair, ir.Constant(_INT64, 1)))
+                for place in range(2):
+                    at = builder.add(k, ir.Constant(_INT64, place))
+                    scalars = splat(builder, tile.word(row, at, _FLOAT), lanes)
+                    for vector, values in weights.items():
+                        chain = (2 * row + place, vector)
+                        results[chain] = fused(builder, scalars, values[place], sums[chain])
+            return results
+
+        zeros = {(2 * row + place, vector): zero for row, vector in keys for place in range(2)}
+        chains = emit_loop(builder, ir.Constant(_INT64, TILE_INPUTS // 2), zeros, add_pair)
+        for (row, vector), total in totals.items():
+            both = builder.fadd(chains[2 * row, vector], chains[2 * row + 1, vector])
+            builder.store(builder.fadd(builder.load(total, align=4), both), total, align=4)
+        return {}
+
+    emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, TILE_INPUTS)), {}, add_block)
 
 
 def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
@@ -348,7 +426,7 @@ def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
                 builder.store(added, total, align=4)
         return {}
 
-    _emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, GROUP)), {}, add_group)
+    emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, GROUP)), {}, add_group)
 
 
 def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> _Sums:
@@ -369,7 +447,7 @@ def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> 
             sums = tile.add_products(sums, builder.add(k, ir.Constant(_INT64, number)), weights)
         return sums
 
-    return _emit_loop(builder, ir.Constant(_INT64, GROUP // per_word), zeros, add)
+    return emit_loop(builder, ir.Constant(_INT64, GROUP // per_word), zeros, add)
 
 
 def _upper_bits(builder: Any, words: Any, number: int, bits: int) -> Any:
@@ -382,33 +460,10 @@ def _upper_bits(builder: Any, words: Any, number: int, bits: int) -> Any:
     return builder.sitofp(words, ir.VectorType(_FLOAT, wide.count))
 
 
-def _emit_loop(builder: Any, count: Any, starts: _Sums, body: Callable[[Any, _Sums], _Sums]) -> _Sums:
-    """Emit ``for index in range(count): sums = body(index, sums)``; return the last sums.
-
-    The body runs at least once.
-    """
-    before = builder.block
-    loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index = builder.phi(_INT64)
-    sums = {each: builder.phi(start.type) for each, start in starts.items()}
-    results = body(index, sums)
-    end, following = builder.block, builder.add(index, ir.Constant(_INT64, 1))
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-    index.add_incoming(ir.Constant(_INT64, 0), before)
-    index.add_incoming(following, end)
-    for each, total in sums.items():
-        total.add_incoming(starts[each], before)
-        total.add_incoming(results[each], end)
-    builder.position_at_end(after)
-    return results
-
-
 @instruction
 def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
     """Return the weight at a position of a panel that is not quantized, as float32."""
-    element = {_PAIRS: types.uint16, _INTEGERS: types.int8}.get(stored.dtype, stored.dtype)
+    element = {1: types.int8, 2: types.uint16}.get(_WEIGHT_BYTES.get(stored.dtype, 0), stored.dtype)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
@@ -417,14 +472,36 @@ def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
     return types.float32(types.int64, types.int64, stored), codegen
 
 
+@instruction
+def _are_tiles(typingctx: Any, stored: Any) -> Any:
+    """Return whether weights are in tiles of bfloat16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(ir.IntType(1), stored.dtype in (_CHAINS, _TILES))
+
+    return types.boolean(stored), codegen
+
+
+@exact
+def _place_in_pairs(index: int, column: int, stored: Any) -> int:
+    """Return the position of a bfloat16 weight in its panel; the earlier input of a pair is the second."""
+    pair = index // 2 * TILE_COLUMNS + column
+    if _are_tiles(stored):
+        block, tile = index // TILE_INPUTS, column // TILE_SIDE
+        first = (block * (TILE_COLUMNS // TILE_SIDE) + tile) * (TILE_BYTES // 4)
+        pair = first + index % TILE_INPUTS // 2 * TILE_SIDE + column % TILE_SIDE
+    place: int = 2 * pair + 1 - index % 2
+    return place
+
+
 @exact
 def read_weight(panel: int, index: int, column: int, in_features: int, stored: Any) -> np.float32:
     """Return the weight of one input and one column of the panel at an address, as float32."""
     bits = quantized_bits(stored)
     if bits == 0:
         position = index * TILE_COLUMNS + column
-        if operand_bytes(stored) == 2:
-            position = (index // 2 * TILE_COLUMNS + column) * 2 + 1 - index % 2
+        if operand_bytes(stored) == 2 or _are_tiles(stored):
+            position = _place_in_pairs(index, column, stored)
         if operand_bytes(stored) == 1:
             position = (index // INPUTS * TILE_COLUMNS + column) * INPUTS + index % INPUTS
         weight: np.float32 = _read_plain(panel, position, stored)
