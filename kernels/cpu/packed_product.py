@@ -237,7 +237,7 @@ def add_rows_product(
             instruction, lanes = integer_instruction(processor_features())
             emit = partial(emit_integer_products, instruction=instruction)
             _add_words(tile, arguments[3], INPUTS, (_INT32, lanes), emit)
-        else:
+        elif stored.dtype != _TILES:  # ``add_tile_products`` multiplies tiles
             element = context.get_value_type(stored.dtype)
             _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
         return context.get_dummy_value()

@@ -1,16 +1,14 @@
-"""Products in the order of AMX: the same bits as an exact model of the instruction, however they are computed."""
+"""Products in the order of AMX have the bits of the instruction, with tiles and without."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu import linear as linear_module
 from quire.kernels.cpu.amx_product import AMX_BFLOAT16
-from quire.kernels.cpu.linear import ROWS, pack, sums
+from quire.kernels.cpu.linear import pack, sums
 from tests.testing.amx_model import tile_product
 
 
@@ -50,6 +48,6 @@ def test_vectors_have_the_bits_of_the_instruction(
     inputs, weight = draw(num_rows), draw(5)
     weight[:, 1::4] = weight[:, ::4].abs()
     packed = pack(weight, AMX_BFLOAT16)
-    assert packed.stored is np.uint64
+    assert isinstance(packed, TiledWeight)
     expected = tile_product(torch.zeros(num_rows, 5), inputs, weight)
     assert same_bits(sums(inputs, packed, None)[:, :5], expected)

@@ -1,0 +1,192 @@
+"""Runs the machine code of products by AMX tiles on a processor without AMX.
+
+Such a processor traps at each instruction of AMX. A handler of this signal decodes the instruction, does its
+work with scalar operations, and continues behind it. It serves one thread.
+
+Run as a program in the environment of ``environment()``, this compares tiles with vectors, and prints how
+often it met each instruction.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import binding
+from numba import carray, cfunc, types  # type: ignore[attr-defined]
+
+from quire.kernels.cpu import linear
+from quire.kernels.cpu.amx_product import AMX_BFLOAT16, CHAINS, TILES
+from quire.kernels.cpu.bfloat16_product import flush_denormals, restore_denormals
+from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
+
+INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tdpbf16ps")
+_FAULT = len(INSTRUCTIONS)
+"""Place of the counter of instructions that the handler does not know, or whose tiles do not match."""
+_SHAPES = np.zeros((8, 2), np.int64)
+"""Rows and bytes of a row of each tile; 0 if it is not configured."""
+_DATA = np.zeros((8, 16, 64), np.uint8)
+_COUNTS = np.zeros(_FAULT + 1, np.int64)
+_SHAPES_AT, _DATA_AT, _COUNTS_AT = (each.ctypes.data for each in (_SHAPES, _DATA, _COUNTS))
+_GENERAL = np.array([13, 14, 12, 11, 15, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7], np.int64)
+"""Place of each general register in the context of a signal, by the number in an instruction."""
+_GENERAL_AT = _GENERAL.ctypes.data
+_REGISTERS, _INSTRUCTION_POINTER = 40, 16
+_SIGILL, _SA_SIGINFO = 4, 4
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which Numba compiles instructions of AMX too."""
+    features = f"{binding.get_host_cpu_features().flatten()},+amx-tile,+amx-bf16"
+    cpu = binding.get_host_cpu_name()
+    return os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "OMP_NUM_THREADS": "1"}
+
+
+@exact
+def _tile(number: int, kind: Any, columns: int) -> Any:
+    return carray(pointer(_DATA_AT + 1024 * number, kind), (16, columns))
+
+
+@exact
+def _configure(config: int) -> None:
+    shapes = carray(pointer(_SHAPES_AT, np.int64), (8, 2))
+    settings = carray(pointer(config, np.uint8), (64,))
+    for tile in range(8):
+        shapes[tile, 0] = settings[48 + tile] if config else 0
+        shapes[tile, 1] = settings[16 + 2 * tile] if config else 0
+        data = _tile(tile, np.uint8, 64)
+        for row in range(16):
+            for column in range(64):
+                data[row, column] = 0
+
+
+@exact
+def _move(tile: int, base: int, stride: int, stores: bool) -> None:
+    shapes = carray(pointer(_SHAPES_AT, np.int64), (8, 2))
+    data = _tile(tile, np.uint8, 64)
+    for row in range(shapes[tile, 0]):
+        memory = carray(pointer(base + row * stride, np.uint8), (64,))
+        for column in range(shapes[tile, 1]):
+            if stores:
+                memory[column] = data[row, column]
+            else:
+                data[row, column] = memory[column]
+
+
+@exact
+def _multiply(total: int, left: int, right: int) -> bool:
+    """Add the product of two tiles to another one; return False if their shapes do not match."""
+    shapes = carray(pointer(_SHAPES_AT, np.int64), (8, 2))
+    num_rows, num_pairs, width = shapes[total, 0], shapes[left, 1] // 4, shapes[total, 1]
+    if num_rows == 0 or shapes[left, 0] != num_rows:
+        return False
+    if shapes[right, 0] != num_pairs or shapes[right, 1] != width:
+        return False
+    register = flush_denormals(CHAINS)
+    sums, inputs, weights = (
+        _tile(total, np.float32, 16),
+        _tile(left, np.uint16, 32),
+        _tile(right, np.uint16, 32),
+    )
+    for row in range(num_rows):
+        for column in range(width // 4):
+            even, odd = np.float32(0.0), np.float32(0.0)
+            for k in range(num_pairs):
+                x = float_from_bits(np.int32(np.uint32(inputs[row, 2 * k]) << np.uint32(16)))
+                w = float_from_bits(np.int32(np.uint32(weights[k, 2 * column]) << np.uint32(16)))
+                even = multiply_add(x, w, even)
+                x = float_from_bits(np.int32(np.uint32(inputs[row, 2 * k + 1]) << np.uint32(16)))
+                w = float_from_bits(np.int32(np.uint32(weights[k, 2 * column + 1]) << np.uint32(16)))
+                odd = multiply_add(x, w, odd)
+            sums[row, column] += even + odd
+    restore_denormals(register, CHAINS)
+    return True
+
+
+def _handle(signal: int, info: int, context: int) -> None:
+    """Execute the instruction of AMX at which the thread was trapped."""
+    counts = carray(pointer(_COUNTS_AT, np.int64), (_FAULT + 1,))
+    registers = carray(pointer(context + _REGISTERS, np.int64), (23,))
+    general = carray(pointer(_GENERAL_AT, np.int64), (16,))
+    at = registers[_INSTRUCTION_POINTER]
+    code = carray(pointer(at, np.uint8), (16,))
+    prefix, opcode, mode, low = code[2] & 3, code[3], code[4] >> 6, np.int64(code[4] & 7)
+    number = np.int64(code[4] >> 3 & 7)
+    length, address, stride = 5, np.int64(0), np.int64(0)
+    if mode != 3:
+        base = low | (0 if code[1] & 0x20 else 8)
+        if low == 4:
+            length = 6
+            base = np.int64(code[5] & 7) | (0 if code[1] & 0x20 else 8)
+            index = np.int64(code[5] >> 3 & 7) | (0 if code[1] & 0x40 else 8)
+            if index != 4:
+                stride = registers[general[index]] << np.int64(code[5] >> 6)
+        address = registers[general[base]]
+        if mode == 1:
+            address += np.int64(carray(pointer(at + length, np.int8), (1,))[0])
+            length += 1
+        elif mode == 2:
+            address += np.int64(carray(pointer(at + length, np.int32), (1,))[0])
+            length += 4
+    kind = _FAULT
+    if code[0] == 0xC4 and code[1] & 31 == 2:
+        if opcode == 0x49 and prefix == 0:
+            kind = 1 if mode == 3 else 0
+            _configure(address)
+        elif opcode == 0x4B and prefix >= 2:
+            kind = 2 if prefix == 3 else 3
+            _move(number, address, stride, prefix == 2)
+        elif opcode == 0x5C and prefix == 2 and _multiply(number, low, np.int64(~code[2] >> 3 & 7)):
+            kind = 4
+    counts[kind] += 1
+    registers[_INSTRUCTION_POINTER] = at + length
+
+
+class _Action(ctypes.Structure):
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_uint8 * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+def install() -> Any:
+    """Handle the signal; return the handler, which must be kept."""
+    handler = cfunc(types.void(types.int32, types.int64, types.int64))(_handle)  # type: ignore[no-untyped-call]
+    action = _Action(handler=handler.address, flags=_SA_SIGINFO)
+    ctypes.CDLL(None).sigaction(_SIGILL, ctypes.byref(action), None)
+    return handler
+
+
+def compare(num_rows: int, in_features: int, out_features: int, num_segments: int) -> None:
+    """Compare the sums by tiles with those by vectors."""
+    generator = torch.Generator().manual_seed(num_rows * in_features)
+    scales = torch.randint(-40, 20, (num_rows, in_features), generator=generator)
+    inputs = (torch.randn((num_rows, in_features), generator=generator) * 2.0**scales).bfloat16()
+    weight = torch.randn((out_features, in_features), generator=generator).bfloat16()
+    results = []
+    for by_tiles in (True, False):
+        linear.may_use_tiles = lambda by_tiles=by_tiles: by_tiles
+        packed = linear.pack(weight, AMX_BFLOAT16)
+        assert packed.stored is (TILES if by_tiles else CHAINS)
+        results.append(linear.sums(inputs, packed, None, num_segments))
+    assert torch.equal(*results), (num_rows, in_features, out_features, num_segments)
+
+
+def main() -> None:
+    """Compare products of many shapes, and print the counts of instructions."""
+    kept = install()
+    for num_rows in (1, 2, 15, 16, 17, 31, 32, 33, 96, 100):
+        compare(num_rows, 96, 130, 1)
+    compare(20, 2080, 64, 1)
+    compare(35, 512, 70, 8)
+    print(dict(zip((*INSTRUCTIONS, "fault"), _COUNTS.tolist(), strict=True)))
+    del kept
+
+
+if __name__ == "__main__":
+    main()
