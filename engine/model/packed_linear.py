@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from quire.kernels.cpu.amx_product import FLOAT32
 from quire.kernels.cpu.integer_product import MOST_INPUTS
 from quire.kernels.cpu.integer_weight import quantize_to_integers
 from quire.kernels.cpu.linear import UNIT, PackedWeight, linear, pack
@@ -25,6 +26,7 @@ class PackedLinear(torch.nn.Module):
         bias: ``[out_features]``, or None.
         weight_dtype: "auto" (the weight's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: equal segments of inputs that are summed separately.
+        arithmetic: the order of sums of weights that are not quantized, see ``pack``.
 
     Attributes:
         packed: the weight.
@@ -32,12 +34,17 @@ class PackedLinear(torch.nn.Module):
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, weight_dtype: str, num_segments: int = 1
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight_dtype: str,
+        num_segments: int = 1,
+        arithmetic: str = FLOAT32,
     ) -> None:
         super().__init__()
         weight = weight.detach()
         self.num_segments = num_segments
-        self.packed = _pack(weight, weight_dtype)
+        self.packed = _pack(weight, weight_dtype, arithmetic)
         self.out_features, self.in_features = weight.shape
         self.bias: torch.Tensor | None = None
         if bias is not None:
@@ -74,7 +81,10 @@ class PackedEmbedding(torch.nn.Module):
 
 
 def pack_linear_layers(
-    model: torch.nn.Module, weight_dtype: str = "auto", num_segments: Mapping[str, int] | None = None
+    model: torch.nn.Module,
+    weight_dtype: str = "auto",
+    num_segments: Mapping[str, int] | None = None,
+    arithmetic: str = FLOAT32,
 ) -> None:
     """Replace a model's linear layers on the CPU, and the embeddings that share a weight with one of them.
 
@@ -82,6 +92,7 @@ def pack_linear_layers(
         model: the model.
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: number of segments of inputs by the layer's name; 1 for all other layers.
+        arithmetic: the order of sums of weights that are not quantized, see ``pack``.
 
     Raises:
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
@@ -93,7 +104,7 @@ def pack_linear_layers(
         for name in [name for name, _ in parent.named_children()]:
             path = f"{parent_name}.{name}".removeprefix(".")
             segments = (num_segments or {}).get(path, 1)
-            packed = _packed(name, parent.get_submodule(name), weight_dtype, segments)
+            packed = _packed(name, parent.get_submodule(name), weight_dtype, segments, arithmetic)
             if packed is None:
                 continue
             layer, address = packed
@@ -103,14 +114,14 @@ def pack_linear_layers(
                 setattr(owner, its_name, PackedEmbedding(layer.packed, scale))
 
 
-def _pack(weight: torch.Tensor, weight_dtype: str) -> PackedWeight:
+def _pack(weight: torch.Tensor, weight_dtype: str, arithmetic: str) -> PackedWeight:
     if weight_dtype == "auto":
-        return pack(weight)
+        return pack(weight, arithmetic)
     return quantize_to_integers(weight) if weight_dtype == "w8a8" else quantize(weight, weight_dtype)
 
 
 def _packed(
-    name: str, module: torch.nn.Module, weight_dtype: str, num_segments: int
+    name: str, module: torch.nn.Module, weight_dtype: str, num_segments: int, arithmetic: str
 ) -> tuple[PackedLinear, int] | None:
     """Return a packed linear layer and the address of its unpacked weight; None for any other module."""
     weight = _weight(module)
@@ -124,7 +135,7 @@ def _packed(
     if weight_dtype == "w8a8" and weight.shape[1] > MOST_INPUTS:
         raise SettingError(f"weights cannot be w8a8: {name} has more than {MOST_INPUTS} inputs")
     bias = dict(module.named_parameters()).get("bias")
-    return PackedLinear(weight, bias, weight_dtype, num_segments), weight.data_ptr()
+    return PackedLinear(weight, bias, weight_dtype, num_segments, arithmetic), weight.data_ptr()
 
 
 def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -10,8 +11,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from quire.engine.model.packed_linear import PackedLinear, pack_linear_layers
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
+from quire.engine.weights import loader
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.kernels.cpu.amx_product import AMX_BFLOAT16
+from quire.kernels.cpu.linear import TiledWeight
 from tests.testing.tiny_engine import make_engine, make_request
 
 NUM_PROMPT, NUM_NEW = 90, 40
@@ -41,6 +46,25 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, num_others: int = 0
     return Logprobs(sequence.prompt_logprobs, output)
 
 
+@pytest.fixture
+def amx_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models of bfloat16 be loaded with the order of sums of AMX."""
+    in_order = partial(pack_linear_layers, arithmetic=AMX_BFLOAT16)
+    monkeypatch.setattr(loader, "pack_linear_layers", in_order)
+
+
+@pytest.mark.usefixtures("amx_order")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_logprobs_in_the_order_of_amx_do_not_depend_on_how_a_sequence_is_cut(
+    tiny_model: Callable[[str], Path], architecture: str
+) -> None:
+    model = load_model(str(tiny_model(architecture)), "bfloat16", torch.device("cpu"))
+    packed = [each.packed for each in model.module.modules() if isinstance(each, PackedLinear)]
+    assert packed
+    assert all(isinstance(each, TiledWeight) for each in packed)
+    check_cuts(model)
+
+
 @pytest.mark.parametrize(
     ("architecture", "dtype", "weight_dtype"),
     [
@@ -52,7 +76,11 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, num_others: int = 0
 def test_logprobs_do_not_depend_on_how_a_sequence_is_cut(
     tiny_model: Callable[[str], Path], architecture: str, dtype: str, weight_dtype: str
 ) -> None:
-    model = load_model(str(tiny_model(architecture)), dtype, torch.device("cpu"), weight_dtype)
+    check_cuts(load_model(str(tiny_model(architecture)), dtype, torch.device("cpu"), weight_dtype))
+
+
+def check_cuts(model: LoadedModel) -> None:
+    """Check that the logprobs of a decoded answer are those of a prompt that ends with it."""
     prompt = Random(1).choices(range(2, 320), k=NUM_PROMPT)
     sequence = make_request("sampled", prompt, temperature=1.0, seed=1, max_tokens=NUM_NEW, num_logprobs=2)
     decoded = run(model, sequence, budget=512).output

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.amx_product import AMX_BFLOAT16
-from quire.kernels.cpu.linear import pack, sums
+from quire.kernels.cpu import amx_product
+from quire.kernels.cpu import linear as linear_module
+from quire.kernels.cpu.amx_product import AMX_BFLOAT16, FLOAT32, linear_arithmetic, may_use_tiles
+from quire.kernels.cpu.intrinsics import processor_features
+from quire.kernels.cpu.linear import ROWS, TiledWeight, linear, pack, sums
+from tests.kernels.amx_emulator import INSTRUCTIONS, environment
 from tests.testing.amx_model import tile_product
 
 
@@ -51,3 +61,121 @@ def test_vectors_have_the_bits_of_the_instruction(
     assert isinstance(packed, TiledWeight)
     expected = tile_product(torch.zeros(num_rows, 5), inputs, weight)
     assert same_bits(sums(inputs, packed, None)[:, :5], expected)
+
+
+def random_bfloat16(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((num_rows, num_columns), generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (130, 96), (192, 2080)])
+def test_bits_do_not_depend_on_other_rows_or_on_threads(out_features: int, in_features: int) -> None:
+    packed = pack(random_bfloat16(out_features, in_features, seed=1), AMX_BFLOAT16)
+    inputs = random_bfloat16(ROWS + 40, in_features, seed=2)
+    expected = linear(inputs, packed, None)
+    for num_threads in (1, 2, 4):
+        torch.set_num_threads(num_threads)
+        for num_rows in (*range(1, 36), ROWS, ROWS + 1, ROWS + 40):
+            assert torch.equal(linear(inputs[:num_rows], packed, None), expected[:num_rows])
+        assert torch.equal(linear(inputs[17:18], packed, None), expected[17:18])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_partial_sums_of_ranks_add_up_to_the_same_bits(num_ranks: int) -> None:
+    weight, inputs = random_bfloat16(70, 512, seed=3), random_bfloat16(5, 512, seed=4)
+    size = 512 // num_ranks
+    parts = [
+        sums(
+            inputs[:, first : first + size],
+            pack(weight[:, first : first + size], AMX_BFLOAT16),
+            None,
+            8 // num_ranks,
+        )
+        for first in range(0, 512, size)
+    ]
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    packed = pack(weight, AMX_BFLOAT16)
+    assert torch.equal(parts[0], sums(inputs, packed, None, 8))
+    assert not torch.equal(parts[0], sums(inputs, packed, None, 1))
+    own = sums(inputs, packed, None, 1, range(64, 128))
+    assert torch.equal(own, sums(inputs[:, 64:128], pack(weight[:, 64:128], AMX_BFLOAT16), None))
+
+
+def test_packing_loses_nothing() -> None:
+    weight = random_bfloat16(130, 96, seed=5)
+    packed = pack(weight, AMX_BFLOAT16)
+    rows = torch.tensor([[0, 129], [64, 3]])
+    assert torch.equal(packed.unpack(), weight)
+    assert torch.equal(packed.rows(rows), weight[rows])
+
+
+def test_weights_without_whole_tiles_keep_the_order_of_the_inputs() -> None:
+    assert not isinstance(pack(random_bfloat16(64, 48, seed=6), AMX_BFLOAT16), TiledWeight)
+    assert not isinstance(pack(torch.ones(64, 64), AMX_BFLOAT16), TiledWeight)
+    assert not isinstance(pack(random_bfloat16(64, 64, seed=6)), TiledWeight)
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "expected"),
+    [
+        ("avx512f avx512bf16 amx-tile amx-bf16 amx-int8", torch.bfloat16, AMX_BFLOAT16),
+        ("avx512f avx512bf16 amx-tile amx-bf16 amx-int8", torch.float32, FLOAT32),
+        ("avx512f avx512bf16 amx-tile amx-int8", torch.bfloat16, FLOAT32),
+        ("avx512f avx512bf16", torch.bfloat16, FLOAT32),
+        ("avx2", torch.bfloat16, FLOAT32),
+    ],
+)
+def test_the_order_follows_from_features_and_dtype(names: str, dtype: torch.dtype, expected: str) -> None:
+    assert linear_arithmetic(dtype, dict.fromkeys(names.split(), True)) == expected
+
+
+def test_vectors_replace_tiles_that_linux_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing:
+        def syscall(self, *_: int) -> int:
+            return -1
+
+    monkeypatch.setattr(amx_product, "processor_features", lambda: {"amx-tile": True, "amx-bf16": True})
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing())
+    monkeypatch.setattr(linear_module, "may_use_tiles", may_use_tiles.__wrapped__)
+    packed = pack(random_bfloat16(64, 64, seed=7), AMX_BFLOAT16)
+    assert isinstance(packed, TiledWeight)
+    assert not packed.by_tiles
+    assert "permits no AMX tiles" in caplog.text
+
+
+_has_tiles = processor_features().get("amx-tile", False) and processor_features().get("amx-bf16", False)
+
+
+@pytest.mark.skipif(_has_tiles, reason="this processor has AMX, so nothing traps")
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="the handler is for Linux on x86-64",
+)
+def test_machine_code_with_tiles_has_the_bits_of_vectors_if_its_instructions_are_emulated() -> None:
+    command = [sys.executable, "-m", "tests.kernels.amx_emulator"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    *met, faults = counts["met"]
+    assert faults == 0
+    assert all(count > 0 for count in met), dict(zip(INSTRUCTIONS, met, strict=True))
+    assert all(count > 0 for count in counts["written"]), dict(
+        zip(INSTRUCTIONS, counts["written"], strict=True)
+    )
+
+
+@pytest.mark.skipif(
+    not _has_tiles, reason="this processor has no AMX for bfloat16 (amx_bf16 in /proc/cpuinfo)"
+)
+@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 33, ROWS + 5])
+def test_the_instruction_itself_has_the_bits_of_the_model(num_rows: int) -> None:
+    inputs, weight = random_bfloat16(num_rows, 64, seed=8), random_bfloat16(20, 64, seed=9)
+    inputs[0, :3] = torch.tensor([1e-40, torch.inf, torch.nan])
+    packed = pack(weight, AMX_BFLOAT16)
+    assert isinstance(packed, TiledWeight)
+    assert packed.by_tiles
+    expected = tile_product(torch.zeros(num_rows, 20), inputs, weight)
+    assert same_bits(sums(inputs, packed, None)[:, :20], expected)
