@@ -1,4 +1,4 @@
-"""The kinds of panels of our dashboards, made with Grafana's own SDK.
+"""Makes the panels of the dashboards with Grafana's own SDK.
 
 In some groups of options, such as a legend or the colors of a heatmap, the SDK writes 0, false or an empty
 string for each option that is not set. Grafana's own defaults of those are therefore repeated here.
@@ -6,9 +6,10 @@ string for each option that is not set. Grafana's own defaults of those are ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from string import ascii_uppercase
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, timeseries
 from grafana_foundation_sdk.models import common as options
@@ -16,37 +17,69 @@ from grafana_foundation_sdk.models.dashboard import DataSourceRef
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from quire.observability.promql import buckets, quantile
-
 DATASOURCE = DataSourceRef("prometheus", "${datasource}")
-WIDTH = 24
-"""Columns of a dashboard."""
 
 Panel: TypeAlias = timeseries.Panel | stat.Panel | heatmap.Panel
-P = TypeVar("P", timeseries.Panel, stat.Panel, heatmap.Panel)
 
 
-class Target(NamedTuple):
-    """An expression, and the legend of its series, in Grafana's ``{{label}}`` syntax."""
+@dataclass(frozen=True)
+class PanelSpec:
+    """A panel as a board's file writes it.
 
-    expression: str
-    legend: str
-
-
-def chart(
-    title: str, description: str, targets: Sequence[Target], unit: str = "short", *, is_stacked: bool = False
-) -> timeseries.Panel:
-    """Return a chart of expressions over time.
-
-    Args:
-        title: the heading.
-        description: what the chart shows and by which formula; Grafana shows it on hovering.
-        targets: the expressions.
-        unit: Grafana's name of the values' unit.
-        is_stacked: whether the series add up.
+    It has one of four contents: ``series``, expressions over time by their legends, in Grafana's
+    ``{{label}}`` syntax; ``quantiles_of`` a histogram, with the ``target`` that the router was given;
+    ``distribution_of`` a histogram, as a heatmap; or ``number``, the last value of an expression.
     """
+
+    title: str
+    description: str
+    """What the panel shows and by which formula; Grafana shows it on hovering."""
+    series: Mapping[str, str] = field(default_factory=dict)
+    quantiles_of: str = ""
+    target: str = ""
+    distribution_of: str = ""
+    number: str = ""
+    unit: str = "short"
+    """Grafana's name of the values' unit."""
+    stacked: bool = False
+    width: int = 8
+    """In columns, of which a board has 24."""
+    height: int = 8
+
+
+def build_panel(spec: PanelSpec) -> Panel:
+    """Return Grafana's panel."""
+    query_format = PromQueryFormat.TIME_SERIES
+    panel: Panel
+    if spec.number:
+        panel, series = _number(), {"": spec.number}
+    elif spec.distribution_of:
+        panel, query_format = _heatmap(spec.unit), PromQueryFormat.HEATMAP
+        series = {"{{le}}": f"sum by (le) (increase({spec.distribution_of}_bucket[$__rate_interval]))"}
+    else:
+        panel, series = _chart(spec.stacked), {**spec.series, **_quantiles(spec)}
+    panel.title(spec.title).description(spec.description).datasource(DATASOURCE).unit(spec.unit)
+    for name, (legend, expression) in zip(ascii_uppercase, series.items(), strict=False):
+        query = prometheus.Dataquery().ref_id(name).datasource(DATASOURCE).range().format(query_format)
+        panel.with_target(query.expr(expression).legend_format(legend))
+    return panel.span(spec.width).height(spec.height)
+
+
+def _quantiles(spec: PanelSpec) -> Mapping[str, str]:
+    if not spec.quantiles_of:
+        return {}
+    rates = f"sum by (le) (rate({spec.quantiles_of}_bucket[$__rate_interval]))"
+    quantiles = {
+        f"p{share * 100:g}": f"histogram_quantile({share}, {rates}) >= 0" for share in (0.5, 0.95, 0.99)
+    }
+    if spec.target:
+        quantiles["target"] = f'max(quire_slo_target_seconds{{target="{spec.target}"}})'
+    return quantiles
+
+
+def _chart(is_stacked: bool) -> timeseries.Panel:
     stacking = options.StackingMode.NORMAL if is_stacked else options.StackingMode.NONE
-    panel = (
+    return (
         timeseries.Panel()
         .min(0)
         .fill_opacity(40 if is_stacked else 5)
@@ -66,75 +99,22 @@ def chart(
             .sort(options.SortOrder.DESCENDING)
         )
     )
-    return _filled(panel, title, description, targets, unit)
 
 
-def line(
-    title: str,
-    description: str,
-    expression: str,
-    legend: str,
-    unit: str = "short",
-    *,
-    is_stacked: bool = False,
-) -> timeseries.Panel:
-    """Return a chart of one expression."""
-    return chart(title, description, [Target(expression, legend)], unit, is_stacked=is_stacked)
-
-
-def latency(title: str, histogram: str, description: str, target: str = "") -> timeseries.Panel:
-    """Return a chart of a histogram's quantiles, with the target that the router was given."""
-    targets = [Target(quantile(share, histogram), f"p{share * 100:g}") for share in (0.5, 0.95, 0.99)]
-    if target:
-        targets.append(Target(f'max(quire_slo_target_seconds{{target="{target}"}})', "target"))
-    return chart(title, description, targets, "s")
-
-
-def number(title: str, description: str, expression: str, unit: str) -> stat.Panel:
-    """Return the last value of an expression as a number."""
-    panel = (
+def _number() -> stat.Panel:
+    return (
         stat.Panel()
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .color_mode(options.BigValueColorMode.VALUE)
         .graph_mode(options.BigValueGraphMode.AREA)
     )
-    return _filled(panel, title, description, [Target(expression, "")], unit).span(6).height(4)
 
 
-def distribution(title: str, description: str, histogram_name: str, unit: str) -> heatmap.Panel:
-    """Return the distribution of a histogram over time."""
+def _heatmap(unit: str) -> heatmap.Panel:
     colors = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges")
-    panel = (
+    return (
         heatmap.Panel()
         .calculate(False)
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .color(colors.fill("dark-orange").exponent(0.5).steps(64))
     )
-    targets = [Target(buckets(histogram_name), "{{le}}")]
-    return _filled(panel, title, description, targets, unit, PromQueryFormat.HEATMAP)
-
-
-def side_by_side(num_per_line: int, panels: Sequence[Panel]) -> Sequence[Panel]:
-    """Return the panels with a width such that ``num_per_line`` of them fill a line."""
-    return [panel.span(WIDTH // num_per_line) for panel in panels]
-
-
-def _filled(
-    panel: P,
-    title: str,
-    description: str,
-    targets: Sequence[Target],
-    unit: str,
-    query_format: PromQueryFormat = PromQueryFormat.TIME_SERIES,
-) -> P:
-    """Give a panel what all kinds have."""
-    panel.title(title).description(description).datasource(DATASOURCE).unit(unit).span(8).height(8)
-    for query in _queries(targets, query_format):
-        panel.with_target(query)
-    return panel
-
-
-def _queries(targets: Sequence[Target], query_format: PromQueryFormat) -> Iterator[prometheus.Dataquery]:
-    for name, target in zip(ascii_uppercase, targets, strict=False):
-        query = prometheus.Dataquery().ref_id(name).datasource(DATASOURCE).range().format(query_format)
-        yield query.expr(target.expression).legend_format(target.legend)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import promql_parser
 
-from quire.observability.promql import INTERVAL
-
 
 class Selector(NamedTuple):
     """A series' name, the labels that it is chosen by, and its text."""
@@ -44,5 +42,5 @@ def references(expression: str) -> References:
             grouping.update(matching.labels if matching is not None else ())
             grouping.update(node.modifier.group_labels or ())
 
-    promql_parser.walk(promql_parser.parse(expression.replace(INTERVAL, "1m")), visit)
+    promql_parser.walk(promql_parser.parse(expression.replace("$__rate_interval", "1m")), visit)
     return References(tuple(selectors), frozenset(grouping))

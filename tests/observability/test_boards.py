@@ -14,6 +14,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from quire.observability.build import BOARDS, BuiltFile, built_files
 from quire.observability.dashboard import expressions, panels_of, to_json
 from quire.observability.references import references
+from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES
 
 
 @pytest.mark.parametrize("file", list(built_files()), ids=lambda file: file.path.name)
@@ -67,6 +68,15 @@ def test_boards_work_with_any_datasource(board: Dashboard) -> None:
     variables = {variable["name"] for variable in shown["templating"]["list"]}
     used = set(re.findall(r"\$(\w+)", " ".join(e.expression for e in expressions(board))))
     assert used <= variables | {"__rate_interval"}
+
+
+def test_the_ttft_board_shows_every_phase_in_order() -> None:
+    (board,) = (board for board in BOARDS if board.uid == "quire-ttft")
+    means = [re.search(r'_sum{phase="(\w+)"}', e.expression) for e in expressions(board)]
+    assert [mean[1] for mean in means if mean] == [*ROUTER_PHASES, *PROMPT_PHASES, *HAND_OVER]
+    shown = {e.panel: e.expression for e in expressions(board)}
+    assert "|".join((*ROUTER_PHASES, *PROMPT_PHASES)) in shown["p95 by phase, to the first token"]
+    assert "|".join(HAND_OVER) in shown["p95 by phase, to the second"]
 
 
 def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:

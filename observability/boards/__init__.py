@@ -1,1 +1,0 @@
-"""The dashboards, one file for each."""
