@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ class _Action(ctypes.Structure):
 
 def install() -> Any:
     """Handle the signal; return the handler, which must be kept."""
-    handler = cfunc(types.void(types.int32, types.int64, types.int64))(_handle)  # type: ignore[no-untyped-call]
+    handler = cfunc(types.void(types.int32, types.int64, types.int64))(_handle)
     action = _Action(handler=handler.address, flags=_SA_SIGINFO)
     ctypes.CDLL(None).sigaction(_SIGILL, ctypes.byref(action), None)
     return handler
@@ -171,7 +172,7 @@ def compare(num_rows: int, in_features: int, out_features: int, num_segments: in
     weight = torch.randn((out_features, in_features), generator=generator).bfloat16()
     results = []
     for by_tiles in (True, False):
-        linear.may_use_tiles = lambda by_tiles=by_tiles: by_tiles
+        setattr(linear, "may_use_tiles", partial(bool, by_tiles))  # noqa: B010
         packed = linear.pack(weight, AMX_BFLOAT16)
         assert packed.stored is (TILES if by_tiles else CHAINS)
         results.append(linear.sums(inputs, packed, None, num_segments))
@@ -182,14 +183,15 @@ def assembly() -> str:
     """Return the assembly of a product by tiles for Intel's Sapphire Rapids."""
 
     def product(address: int) -> None:
-        field = np.int64(address)
+        field: Any = np.int64(address)
         linear.multiply_unit(
             linear.Product(field, field, field, field, field, field, field, field), 1, 0, TILES
         )
 
-    compiled = cfunc(types.void(types.int64))(product)  # type: ignore[no-untyped-call]
+    compiled = cfunc(types.void(types.int64))(product)
     target = binding.Target.from_default_triple().create_target_machine(cpu="sapphirerapids", opt=3)
-    return target.emit_assembly(binding.parse_assembly(compiled.inspect_llvm()))
+    text: str = target.emit_assembly(binding.parse_assembly(compiled.inspect_llvm()))
+    return text
 
 
 def main() -> None:
