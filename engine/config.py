@@ -10,6 +10,7 @@ from quire.settings.setting import Panel, check_settings, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WeightDtype = Literal["auto", "w8a8", "int8", "int4"]
+Arithmetic = Literal["auto", "portable"]
 
 MAX_RANKS = 8
 """Largest number of processes that a model can be divided among."""
@@ -37,6 +38,13 @@ class EngineConfig:
         "--weight-dtype",
         "Type of linear layers' weights: the model's, or 8 or 4 bits, which is less exact; with w8a8, their "
         "inputs have 8 bits too, which is fast for prompts and batches; on the CPU.",
+        Panel.MODEL,
+    )
+    arithmetic: Arithmetic = setting(
+        "auto",
+        "--arithmetic",
+        "Which sums kernels make: the fastest of this machine, or portable: those of every processor, for "
+        "clusters of different machines.",
         Panel.MODEL,
     )
     max_model_len: int | None = setting(

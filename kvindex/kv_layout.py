@@ -12,9 +12,6 @@ from dataclasses import asdict, dataclass
 LAYOUT_VERSION = 1
 """Version of the order of values within a block; raise it when older blocks can no longer be read."""
 
-ARITHMETIC_VERSION = 1
-"""Version of the bits that kernels compute, which ``tests/engine/test_arithmetic_version.py`` pins."""
-
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 _SCALE_BYTES = 4
 _ALIGNMENT = 16
@@ -74,14 +71,12 @@ class KvLayout(KvShape):
     Attributes:
         model_digest: digest of the model's configuration and weights.
         compute_dtype: the type that the model computes in.
-        device: the kind of device that the model runs on, "cpu" or "cuda".
-        arithmetic_version: see ``ARITHMETIC_VERSION``.
+        arithmetic: names the sums that computed the values; see ``quire.engine.model.arithmetic``.
     """
 
     model_digest: str
     compute_dtype: str
-    device: str
-    arithmetic_version: int = ARITHMETIC_VERSION
+    arithmetic: str
 
     def descriptor(self) -> bytes:
         """Return the canonical JSON that block hashes are rooted in."""

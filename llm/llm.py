@@ -323,7 +323,9 @@ def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple
 
 def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -> Engine:
     collectives = None if ranks is None else ranks.collectives
-    loaded = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
+    loaded = load_model(
+        config.model_path, config.dtype, device, config.weight_dtype, config.arithmetic, collectives
+    )
     draft = load_draft_model(config, loaded, device)
     memory = allocate_pool(config, loaded, draft, device, share=None if ranks is None else ranks.share_pool)
     limits = SchedulerConfig.of(config)

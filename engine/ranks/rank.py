@@ -37,7 +37,9 @@ def main() -> None:
     memory = SharedMemory(settings.sizes, settings.memory)
     collectives = Collectives(memory, settings.rank)
     try:
-        model = load_model(settings.model, settings.dtype, _CPU, settings.weight_dtype, collectives)
+        model = load_model(
+            settings.model, settings.dtype, _CPU, settings.weight_dtype, settings.arithmetic, collectives
+        )
         _serve(settings, model, collectives)
     except (OSError, RanksError, SettingError, UnsupportedModelError):
         # Rank 0 reports it: it fails with the same model in the same way, or knows which rank has failed.

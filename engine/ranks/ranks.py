@@ -51,6 +51,7 @@ class Ranks:
                 model=config.model_path,
                 dtype=config.dtype,
                 weight_dtype=config.weight_dtype,
+                arithmetic=config.arithmetic,
                 block_size=config.block_size,
                 kv_cache_dtype=config.kv_cache_dtype,
                 num_threads=num_threads,

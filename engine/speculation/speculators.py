@@ -38,7 +38,7 @@ def load_draft_model(config: EngineConfig, model: LoadedModel, device: torch.dev
     if config.draft_model is None:
         return None
     check_same_tokens(config.draft_model, config.model_path)
-    draft = load_model(config.draft_model, config.dtype, device, config.weight_dtype)
+    draft = load_model(config.draft_model, config.dtype, device, config.weight_dtype, config.arithmetic)
     if draft.vocab_size != model.vocab_size:
         raise DraftModelError(
             f"{config.draft_model} has logits for {draft.vocab_size} tokens, the model for "

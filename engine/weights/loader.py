@@ -11,8 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from quire.engine.config import Arithmetic
 from quire.engine.kv_cache.memory import dtype_name
 from quire.engine.model import attention
+from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
@@ -56,6 +58,8 @@ class LoadedModel:
     heads: KvHeads
     recipe: StepRecipe | None
     """Recipe to run the model as one program; None if it runs module by module, as on a GPU."""
+    arithmetic: str
+    """Name of the sums that it makes; see ``quire.engine.model.arithmetic``."""
     collectives: Collectives | None = None
     """Collectives of the ranks that the model is divided among; None if there is one process."""
     own_kv_heads: range | None = None
@@ -88,6 +92,7 @@ def load_model(
     dtype: str,
     device: torch.device,
     weight_dtype: str = "auto",
+    arithmetic: Arithmetic = "auto",
     collectives: Collectives | None = None,
 ) -> LoadedModel:
     """Load a causal language model from a folder or from the hub.
@@ -97,6 +102,7 @@ def load_model(
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.
+        arithmetic: "auto" (the fastest sums of this machine) or "portable" (those of every processor).
         collectives: collectives of the ranks that the model is divided among, all of which call this
             function; None loads the whole model.
 
@@ -140,6 +146,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(folder, text_config),
         heads=heads,
         recipe=recipe,
+        arithmetic=arithmetic_name(choose_sums(arithmetic, module.dtype), device, recipe is not None),
         collectives=collectives,
         own_kv_heads=own_kv_heads,
     )

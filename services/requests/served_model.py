@@ -21,7 +21,7 @@ class ServedModel:
     """The served model: its limits, its tokenizer and its chat template.
 
     Attributes:
-        cache_descriptor: that of the workers; it changes when they get another version of the arithmetic.
+        cache_descriptor: that of the workers; it changes when they get another arithmetic.
     """
 
     name: str

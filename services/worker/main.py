@@ -146,7 +146,14 @@ async def _report_readiness(server: GrpcServer, state: WorkerState, publisher: B
 
 def _log_ready(start: Start) -> None:
     address = start.address.result()
-    _log.info("worker_ready", role=start.state.role, address=address, blocks=start.identity.num_blocks)
+    identity = start.identity
+    _log.info(
+        "worker_ready",
+        role=start.state.role,
+        address=address,
+        blocks=identity.num_blocks,
+        arithmetic=identity.layout.arithmetic,
+    )
     if start.publisher is None:
         remedy = f"give router and workers --redis-url, or the router --worker {address}"
         _log.warning("worker_not_registered", details=f"no router finds this worker by itself: {remedy}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.client import AsyncClient
-from quire.kvindex.kv_layout import ARITHMETIC_VERSION
+from quire.engine.model.arithmetic import SUMS
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
@@ -19,22 +19,21 @@ from tests.testing.until import until
 
 WAIT_SECONDS = 60.0
 NUM_NEW, LONG = 64, 400
-# The next version: every greedy token is one larger, and the layout says that the arithmetic differs.
+OLD, NEW = SUMS[-1].name, "float32-next"
+# The next version: every greedy token is one larger, and its kernels make other sums.
 NEXT = f"""
-from functools import partial
+from quire.engine.model import arithmetic
 from quire.engine.runner.model_runner import ModelRunner
-from quire.kvindex.kv_layout import ARITHMETIC_VERSION
-from quire.services.worker.lifecycle import models
 
 forward = ModelRunner.forward
 ModelRunner.forward = lambda self, step: forward(self, step).roll(1, -1)
-models.KvLayout = partial(models.KvLayout, arithmetic_version=ARITHMETIC_VERSION + 1)
+arithmetic.SUMS = (arithmetic.Sums({NEW!r}),)
 {QUIRE[-1]}
 """
 
 
-def versions(running: RunningRouter) -> list[int]:
-    return [worker.info.layout.arithmetic_version for worker in running.workers.serving("decode")]
+def arithmetics(running: RunningRouter) -> list[str]:
+    return [worker.info.layout.arithmetic for worker in running.workers.serving("decode")]
 
 
 def num_alike(tokens: list[int], others: list[int]) -> int:
@@ -44,7 +43,7 @@ def num_alike(tokens: list[int], others: list[int]) -> int:
     )
 
 
-async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_request(
+async def test_workers_of_two_arithmetics_share_no_block_and_lose_no_request(
     tiny_model: Callable[[str], Path], expected: Any, monkeypatch: Any
 ) -> None:
     """Load goes to two workers, and two of the next version take their places."""
@@ -60,7 +59,7 @@ async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_req
         config = RouterConfig(port=0, redis_url=redis.url, cluster_secret=b"shared", poll_seconds=0.1)
         old = [start(QUIRE[-1]) for _ in range(2)]
         async with router(config) as running, AsyncClient(running.address, timeout=WAIT_SECONDS) as client:
-            await until(lambda: versions(running) == [ARITHMETIC_VERSION] * 2)
+            await until(lambda: arithmetics(running) == [OLD] * 2)
             for _ in range(2):
                 start(NEXT)
 
@@ -91,4 +90,4 @@ async def test_workers_of_two_arithmetic_versions_share_no_block_and_lose_no_req
                     )
                     assert again.usage.cached_prompt_tokens == 0
                     assert tokens[num_old:] == list(again.token_ids)
-            await until(lambda: versions(running) == [ARITHMETIC_VERSION + 1] * 2)
+            await until(lambda: arithmetics(running) == [NEW] * 2)

@@ -28,7 +28,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, Any]:
-    """Return the tokens and logprobs of the requests, and a digest of the KV blocks and of the logits."""
+    """Return the requests' tokens and logprobs, a digest of KV blocks and logits, and the arithmetic."""
     # Imported here, since kernels choose their tiles by the processor when they are imported.
     import xxhash
     from torch import Tensor, device
@@ -63,6 +63,7 @@ def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, A
         "kv": xxhash.xxh3_64_hexdigest(engine.memory.blocks.float().numpy().tobytes()),
         "logits": logits.hexdigest(),
         "digest": model.digest,
+        "arithmetic": model.arithmetic,
     }
 
 

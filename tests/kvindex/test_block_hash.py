@@ -24,7 +24,7 @@ from quire.kvindex.block_hash import (
 )
 from quire.kvindex.kv_layout import KvLayout
 
-DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "cpu").descriptor()
+DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "float32-1").descriptor()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
 scopes = st.builds(CacheScope, st.text(max_size=20), st.text(max_size=20))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=80)
@@ -84,7 +84,7 @@ def test_scopes_never_share_a_block(a: CacheScope, b: CacheScope, token_ids: lis
 
 
 def test_secret_scope_and_descriptor_separate() -> None:
-    other = KvLayout(4, 2, 16, 64, "bfloat16", "model", "bfloat16", "cpu").descriptor()
+    other = KvLayout(4, 2, 16, 64, "bfloat16", "model", "bfloat16", "float32-1").descriptor()
     roots = {
         root_hash(DESCRIPTOR, b"", SHARED),
         root_hash(DESCRIPTOR, b"x", SHARED),

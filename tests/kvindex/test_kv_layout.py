@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire.kvindex.kv_layout import LAYOUT_VERSION, KvLayout, KvShape
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
-LAYOUT = KvLayout(2, 3, 16, 8, "float16", "digest", "bfloat16", "cpu")
+LAYOUT = KvLayout(2, 3, 16, 8, "float16", "digest", "bfloat16", "float32-1")
 sizes = st.integers(1, 9)
 shapes = st.builds(KvShape, sizes, sizes, sizes, sizes, st.sampled_from(sorted(ITEM_BYTES)))
 
@@ -46,7 +46,7 @@ def test_every_field_counts_in_the_descriptor() -> None:
 def test_the_descriptor_is_canonical() -> None:
     """Block hashes in a shared index are rooted in these bytes, so a change makes all entries useless."""
     assert LAYOUT.descriptor() == (
-        b'{"arithmetic_version":1,"block_size":16,"compute_dtype":"bfloat16","device":"cpu","dtype":"float16","head_dim":8,'
+        b'{"arithmetic":"float32-1","block_size":16,"compute_dtype":"bfloat16","dtype":"float16","head_dim":8,'
         b'"layout_version":1,"model_digest":"digest","num_kv_heads":3,"num_layers":2}'
     )
     assert json.loads(LAYOUT.descriptor())["layout_version"] == LAYOUT_VERSION

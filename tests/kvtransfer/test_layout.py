@@ -19,7 +19,7 @@ LAYOUT = KvLayout(
     dtype="bfloat16",
     model_digest="a",
     compute_dtype="bfloat16",
-    device="cuda",
+    arithmetic="float32-1",
 )
 
 
@@ -41,7 +41,7 @@ def test_the_wire_form_keeps_every_field() -> None:
         ("dtype", "float16"),
         ("model_digest", "b"),
         ("compute_dtype", "float32"),
-        ("device", "cpu"),
+        ("arithmetic", "amx-bf16-1"),
     ],
 )
 def test_a_mismatch_names_the_field_and_both_values(field: str, theirs: Any) -> None:

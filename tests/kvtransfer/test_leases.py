@@ -17,7 +17,7 @@ from quire.kvtransfer.frame import Frame
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases, Lease
 from quire.kvtransfer.metrics import TransferMetrics
 
-LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")
+LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
 MAX_BLOCKS = 10
 
 

@@ -19,7 +19,7 @@ from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
-LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")
+LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
 EPOCH = "epoch"
 NUM_BLOCKS = 4
 HASHES = [bytes([index]) * 16 for index in range(NUM_BLOCKS)]

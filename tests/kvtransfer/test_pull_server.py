@@ -21,7 +21,7 @@ from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 
-LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")
+LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
 NUM_BLOCKS = 5
 HASHES = [bytes([index]) * 16 for index in range(NUM_BLOCKS)]
 

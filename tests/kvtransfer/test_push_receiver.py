@@ -20,7 +20,7 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer, Reservation
 from quire.protos import kvtransfer_pb2 as pb
 
-LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")
+LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
 NUM_BLOCKS = 3
 WINDOW = 2
 

@@ -22,7 +22,7 @@ from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
-LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "cpu")
+LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
 Receive = Callable[[AsyncIterator[pb.PushRequest], Any], AsyncIterator[pb.PushResponse]]
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "cli", "client", "examples", "kvtransfer", "llm", "observability", "rpc", "services")
 SILENT_SECONDS = 6.0
 """Time for five hastened pings."""
-LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "cpu")
+LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "float32-1")
 
 
 def option_names() -> set[str]:

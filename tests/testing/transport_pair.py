@@ -34,7 +34,7 @@ from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
 
 WAIT_SECONDS = 10.0
-LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "cpu")
+LAYOUT = KvLayout(2, 2, 4, 8, "float16", "model-a", "float16", "float32-1")
 NUM_BLOCKS = 40
 SENDER_EPOCH, RECEIVER_EPOCH = "sender-1", "receiver-1"
 TICKET = "ticket-1"

@@ -244,7 +244,7 @@ class Copies:
     def _target(self, draining: Worker) -> Worker | None:
         """Return the decode worker with the most room, or None if no other suitable one accepts requests.
 
-        A worker with another version of the arithmetic would compute other bits, so it gets no answer.
+        A worker with another arithmetic would compute other bits, so it gets no answer.
         """
         descriptor = draining.info.cache_descriptor
         others = (each for each in self._workers.serving("decode") if each is not draining)

@@ -1,7 +1,7 @@
 """Decides which workers a router accepts: those of its cluster that serve the model of the first worker.
 
-Workers whose kernels compute different bits (``ARITHMETIC_VERSION``) never share blocks, nor do answers move
-between them while both could serve. So a router accepts only one version until every worker of it drains.
+Workers with different arithmetics compute different bits. They never share blocks, nor do answers move
+between them while both could serve. So a router accepts only one arithmetic until all workers with it drain.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Acceptance:
             None: any fingerprint is accepted.
 
     Attributes:
-        reference: description of the first worker that joined with the present version of the arithmetic;
-            None until one has joined.
+        reference: description of the first worker that joined with the present arithmetic; None until one
+            has joined.
     """
 
     def __init__(self, trust: ClusterTrust, expected_fingerprint: Callable[[bytes], str] | None) -> None:
@@ -54,7 +54,7 @@ class Acceptance:
         """Return whether a worker may join; log the reason if it may not, once for each reason.
 
         Args:
-            may_change: whether the worker may have another version of the arithmetic than those before it.
+            may_change: whether the worker may have another arithmetic than those before it.
         """
         info = probe.info
         # First check the proof: the description of an unproven worker cannot be trusted.
@@ -75,14 +75,13 @@ class Acceptance:
     ) -> str | None:
         if info.role not in ROLES:
             return f"its role is {info.role!r}, neither prefill nor decode"
-        if self.reference is not None:
-            reference, other = self.reference, info
-            if may_change:
-                reference, other = _without_version(reference), _without_version(other)
+        if (reference := self.reference) is not None:
             for name in _MUST_BE_EQUAL:
-                ours, its = getattr(reference, name), getattr(other, name)
+                ours, its = (getattr(_without_arithmetic(each), name) for each in (reference, info))
                 if ours != its:
                     return f"its {name} is {its!r}, the first worker's is {ours!r}"
+            if info.cache_descriptor != reference.cache_descriptor and not may_change:
+                return _other_arithmetic(info.layout.arithmetic, reference.layout.arithmetic)
         if self._expected_fingerprint is not None and member.fingerprint is not None:
             expected = self._expected_fingerprint(info.cache_descriptor)
             if member.fingerprint != expected:
@@ -90,10 +89,20 @@ class Acceptance:
         return None
 
 
-def _without_version(info: worker_pb2.GetWorkerInfoResponse) -> worker_pb2.GetWorkerInfoResponse:
-    """Return a description that lacks the version of the worker's arithmetic."""
+def _other_arithmetic(its: str, ours: str) -> str:
+    """Say that a worker's arithmetic is not that of the first worker, and what to do."""
+    have_equal_torch = its.partition("/")[2] == ours.partition("/")[2]
+    remedy = "--arithmetic portable" if have_equal_torch else "one version of torch on processors of one kind"
+    return (
+        f"its arithmetic is {its}, the first worker's is {ours}, so they share no blocks: start all workers "
+        f"with {remedy}, or make a cluster for each arithmetic; in an update, it joins when all others drain"
+    )
+
+
+def _without_arithmetic(info: worker_pb2.GetWorkerInfoResponse) -> worker_pb2.GetWorkerInfoResponse:
+    """Return a description that lacks the name of the worker's arithmetic."""
     copy = worker_pb2.GetWorkerInfoResponse()
     copy.CopyFrom(info)
-    copy.layout.ClearField("arithmetic_version")
-    copy.cache_descriptor = re.sub(rb'"arithmetic_version":\d+,', b"", info.cache_descriptor)
+    copy.layout.ClearField("arithmetic")
+    copy.cache_descriptor = re.sub(rb'"arithmetic":"[^"]*",', b"", info.cache_descriptor)
     return copy

@@ -38,7 +38,7 @@ class WorkerSet:
     worker itself, because Redis may have lost all leases at once.
 
     All workers must serve the model of the first worker, with the same KV layout and block hashes. Others are
-    refused. Once all workers drain or have left, workers with another version of the arithmetic may follow.
+    refused. Once all workers drain or have left, workers with another arithmetic may follow.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class WorkerSet:
             self._connections.close_soon(worker.connection)
 
     def _mark(self, worker: Worker, is_draining: bool) -> None:
-        """Record whether a worker drains; one with another arithmetic version leaves when that changes."""
+        """Record whether a worker drains; one with another arithmetic leaves when that changes."""
         if not worker.health.reported_draining(is_draining):
             return
         if self.reference and worker.info.cache_descriptor != self.reference.cache_descriptor:

@@ -83,7 +83,9 @@ def _warn_of_few_processors(config: WorkerConfig) -> None:
 def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None) -> Models:
     collectives = None if ranks is None else ranks.collectives
     with _load_errors(config.model_path):
-        model = load_model(config.model_path, config.dtype, device, config.weight_dtype, collectives)
+        model = load_model(
+            config.model_path, config.dtype, device, config.weight_dtype, config.arithmetic, collectives
+        )
     # A prefill worker samples one token of each request, so it needs no draft tokens.
     with _load_errors(config.draft_model):
         draft = load_draft_model(config, model, device) if config.role == "decode" else None
@@ -141,7 +143,7 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
             **asdict(memory.shape),
             model_digest=model.digest,
             compute_dtype=dtype_name(model.dtype),
-            device=memory.device.type,
+            arithmetic=model.arithmetic,
         ),
         num_blocks=memory.num_blocks,
         max_model_len=longest_sequence(model, memory, config.max_model_len),

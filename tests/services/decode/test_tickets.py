@@ -47,7 +47,7 @@ class Receiver:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         sequence = Sequence("r", [2] * 8, 8, params, b"")
         first_block = await self.thread.call(lambda e: e.transfers.accept(sequence))
-        layout = KvLayout(1, 1, BLOCK_SIZE, 1, "float32", "digest", "float32", "cpu")
+        layout = KvLayout(1, 1, BLOCK_SIZE, 1, "float32", "digest", "float32", "float32-1")
         tickets = Tickets(self.thread, self.memory, layout, "epoch")
         updates = Updates()
         self.thread.subscribe("r", updates.put)

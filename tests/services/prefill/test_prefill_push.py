@@ -28,7 +28,7 @@ from quire.services.worker.blocks.block_reader import BlockReader
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.state import WorkerState
 
-LAYOUT = KvLayout(1, 1, 16, 8, "float32", "tiny", "float32", "cpu")
+LAYOUT = KvLayout(1, 1, 16, 8, "float32", "tiny", "float32", "float32-1")
 NUM_TOKENS = 2 * LAYOUT.block_size
 
 

@@ -112,13 +112,13 @@ async def test_a_worker_of_another_kind_is_refused(cluster: Any, make_set: Any, 
     assert ids_of(workers) == ["d1"]
 
 
-async def test_workers_of_the_next_arithmetic_version_follow_when_no_old_one_takes_requests(
+async def test_workers_of_the_next_arithmetic_follow_when_no_old_one_takes_requests(
     cluster: Any, make_set: Any
 ) -> None:
     old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
     for version, worker in enumerate((old, new), start=1):
-        worker.layout.arithmetic_version = version
-        worker.cache_descriptor = b'{"arithmetic_version":%d,"block_size":4}' % version
+        worker.layout.arithmetic = f"float32-{version}"
+        worker.cache_descriptor = b'{"arithmetic":"float32-%d","block_size":4}' % version
     both = [Member(worker.server.address, "1") for worker in (old, new)]
     membership = ScriptedMembership(both[0])
     workers = make_set(membership)
@@ -131,17 +131,43 @@ async def test_workers_of_the_next_arithmetic_version_follow_when_no_old_one_tak
         membership.current = [both[0]._replace(is_draining=is_draining), both[1]]
         for _ in range(2):
             await workers.refresh()
-        assert ids_of(workers) == ["new"], "blocks of two versions would mix"
+        assert ids_of(workers) == ["new"], "blocks of two arithmetics would mix"
         assert workers.reference is not None
         assert workers.reference.cache_descriptor == new.cache_descriptor
 
 
-@pytest.mark.parametrize("is_other_model", [False, True])
-async def test_only_the_arithmetic_version_can_change(
-    cluster: Any, make_set: Any, is_other_model: bool
+@pytest.mark.parametrize(
+    ("ours", "its", "remedy"),
+    [
+        ("float32-1", "amx-bf16-1", "--arithmetic portable"),
+        ("float32-1/torch-2.13.0/AVX2", "amx-bf16-1/torch-2.13.0/AVX2", "--arithmetic portable"),
+        ("float32-1/torch-2.13.0/AVX2", "float32-1/torch-2.13.0/AVX512", "processors of one kind"),
+        ("float32-1", "triton-1/torch-2.13.0/sm_90", "processors of one kind"),
+    ],
+)
+async def test_a_refusal_names_both_arithmetics_and_the_remedy(
+    cluster: Any, make_set: Any, caplog: pytest.LogCaptureFixture, ours: str, its: str, remedy: str
 ) -> None:
+    workers = [await cluster.add(name, "decode") for name in ("first", "second")]
+    for worker, name in zip(workers, (ours, its), strict=True):
+        worker.layout.arithmetic = name
+        worker.cache_descriptor = b'{"arithmetic":"%s","block_size":4}' % name.encode()
+    members = [Member(worker.server.address) for worker in workers]
+    membership = ScriptedMembership(members[0])
+    followed = make_set(membership)
+    await followed.refresh()
+    membership.current = members
+    await followed.refresh()
+    assert ids_of(followed) == ["first"]
+    (refused,) = (vars(each)["fields"] for each in caplog.records if each.message == "worker_refused")
+    assert f"its arithmetic is {its}, the first worker's is {ours}, so" in refused["problem"]
+    assert remedy in refused["problem"]
+
+
+@pytest.mark.parametrize("is_other_model", [False, True])
+async def test_only_the_arithmetic_can_change(cluster: Any, make_set: Any, is_other_model: bool) -> None:
     old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
-    new.layout.arithmetic_version = 2
+    new.layout.arithmetic = "float32-2"
     new.cache_descriptor = b"another model" if is_other_model else b"tiny"
     membership = ScriptedMembership(Member(old.server.address, "1"))
     workers = make_set(membership)

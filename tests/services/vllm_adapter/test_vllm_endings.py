@@ -67,7 +67,7 @@ async def served(
         epoch="e",
         model="tiny",
         model_path=str(folder),
-        layout=KvLayout(1, 1, 4, 8, "float32", "digest", "float32", "cpu"),
+        layout=KvLayout(1, 1, 4, 8, "float32", "digest", "float32", "float32-1"),
         num_blocks=8,
         max_model_len=64,
         vocab_size=320,

@@ -13,7 +13,7 @@ from quire.kvtransfer.layout import layout_from_proto
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.state import WorkerState
 
-LAYOUT = KvLayout(2, 2, 4, 8, "float16", "digest", "float16", "cpu")
+LAYOUT = KvLayout(2, 2, 4, 8, "float16", "digest", "float16", "float32-1")
 IDENTITY = WorkerIdentity(
     worker_id="w",
     epoch="epoch",

@@ -16,7 +16,7 @@ from quire.kvtransfer.frame import Frame
 from quire.services.worker.blocks.block_reader import BlockReader
 from quire.services.worker.blocks.pool_source import PoolSource
 
-LAYOUT = KvLayout(1, 1, 4, 8, "float16", "digest", "float16", "cpu")
+LAYOUT = KvLayout(1, 1, 4, 8, "float16", "digest", "float16", "float32-1")
 HASHES = [bytes([index]) * 16 for index in range(3)]
 
 
