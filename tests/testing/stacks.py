@@ -51,9 +51,9 @@ def decode_worker(
     model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a decode worker in a process of its own."""
-    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url, *settings]
+    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url]
     common = ["--dtype", "float32", "--num-blocks", "1024", "--log-level", "error"]
-    with subprocess.Popen([*command, *common]) as process:
+    with subprocess.Popen([*command, *common, *settings]) as process:
         try:
             yield process
         finally:
