@@ -28,6 +28,7 @@ STACK_WORKER = OptionRules(
         *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
         "port",
         "advertise",
+        "arithmetic",  # one machine has processors of one kind
     ),
 )
 STACK_ROUTER = OptionRules(
