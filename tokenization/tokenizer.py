@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,10 @@ class Tokenizer:
             self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._texts[token_id]
 
+    def are_ordinary(self, token_ids: Sequence[int]) -> bool:
+        """Return whether all ids have text and none is special; False if one of them is not known yet."""
+        return self._known_ids.issuperset(token_ids)
+
     def is_special(self, token_id: int) -> bool:
         """Return whether an id is that of a special token."""
         return token_id in self._special_ids
@@ -199,19 +203,26 @@ class IncrementalDecoder:
             for start in range(0, len(token_ids), IDS_AT_ONCE)
         )
 
-    def feed_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Take the next ids and return the text that became certain with each, as ``step`` does."""
-        texts = list(map(self._tokenizer.text_of, token_ids))
-        before = list(self._window), self._shown, self._num_waiting
-        # Most tokens have the same text everywhere, so a single decoding confirms the texts of all.
-        if _REPLACEMENT not in (whole := "".join(texts)) and self.feed(token_ids) == whole:
-            return texts
-        self._window, self._shown, self._num_waiting = before
-        return list(map(self.step, token_ids))
+    def feed_each(self, token_ids: Sequence[int]) -> tuple[str, Callable[[], list[str]]]:
+        """Take the next ids; return their text, and a function that returns it as ``step`` divides it."""
+        before = self._window, self._shown, self._num_waiting
+        whole = self.feed(token_ids)
+
+        def divided() -> list[str]:
+            texts = list(map(self._tokenizer.text_of, token_ids))
+            # Most tokens have the same text everywhere.
+            if _REPLACEMENT not in whole and "".join(texts) == whole:
+                return texts
+            self._window, self._shown, self._num_waiting = before
+            return list(map(self.step, token_ids))
+
+        return whole, divided
 
     def _feed(self, token_ids: Sequence[int]) -> str:
-        has_text, skips = self._tokenizer.has_text, self._skip_special_tokens
-        window = [*self._window, *(each for each in token_ids if has_text(each, skip_special_tokens=skips))]
+        tokenizer, skips = self._tokenizer, self._skip_special_tokens
+        if not tokenizer.are_ordinary(token_ids):
+            token_ids = [each for each in token_ids if tokenizer.has_text(each, skip_special_tokens=skips)]
+        window = [*self._window, *token_ids]
         num_waiting = self._num_waiting + len(window) - len(self._window)
         text = self._decode(window)
         new = text[len(self._shown) :]
@@ -226,7 +237,7 @@ class IncrementalDecoder:
         """Take the next id and return the text that became certain."""
         if not self._tokenizer.has_text(token_id, skip_special_tokens=self._skip_special_tokens):
             return ""
-        self._window.append(token_id)
+        self._window = [*self._window, token_id]
         self._num_waiting += 1
         new = self._new_text()
         if new and not new.endswith(_REPLACEMENT):

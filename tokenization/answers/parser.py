@@ -82,6 +82,9 @@ class AnswerParser:
                     for each in channels.ends
                 }
         self._patterns = {kind: _pattern_of(tuple(words)) for kind, words in self._readers.items()}
+        # What an ordinary token must not contain; all delimiters that are one token are among it.
+        self._marked = {kind: _pattern_of((*words, *self._tokens)) for kind, words in self._readers.items()}
+        self._is_in_text = False
         self._begins_in_header = channels is not None and tail.endswith(channels.prompt_end)
         self._steps = self._run()
 
@@ -96,6 +99,19 @@ class AnswerParser:
         ``is_special`` hides a special token, if it is no delimiter of the format.
         """
         return self.feed_all([(token_text, is_special)])
+
+    def feed_text(self, text: str, num_tokens: int) -> list[Piece] | None:
+        """Return the pieces of tokens that are not special, if their text only continues the present part.
+
+        None: nothing was fed, since the text may contain a delimiter; ``feed_all`` then takes each token.
+        There must be no stop strings.
+        """
+        if not (self._is_in_text and text) or self._cursor.text:
+            return None
+        if self._marked[self._writer.kind].search(text):
+            return None
+        self._writer.write_whole(text, num_tokens)
+        return self._writer.take()
 
     def feed_all(self, tokens: Iterable[tuple[str, bool]]) -> list[Piece]:
         """Return the pieces that several tokens complete, each with its text and whether it is special.
@@ -155,7 +171,8 @@ class AnswerParser:
             cursor.at = match.start() if match else len(cursor.text)
             if cursor.at:
                 writer.write_text()
-            if match and match[0] in readers:
+            self._is_in_text = not (match and match[0] in readers)
+            if match and not self._is_in_text:
                 return readers[match[0]], len(match[0])
             yield from cursor.more()
 

@@ -55,6 +55,11 @@ class PieceWriter:
             self._num_unmatched_tokens -= 1
             self._unmatched_end = end
 
+    def write_whole(self, text: str, num_tokens: int) -> None:
+        """Show the text of some tokens as the current kind; there are no stop strings and no earlier text."""
+        self.start += len(text)
+        self._show(self._trimmed(text), num_tokens)
+
     def write_text(self) -> None:
         """Show the text before the cursor as the current kind.
 

@@ -33,11 +33,18 @@ class DividingDecoder:
 
     def feed(self, token_ids: Sequence[int]) -> tuple[Fed, int]:
         """Take the next tokens, up to the one that completes a stop string, as ``StoppingDecoder`` does."""
-        texts, parser = self._decoder.feed_each(token_ids), self._parser
+        (whole, divided), parser = self._decoder.feed_each(token_ids), self._parser
+        has_stops = bool(self._request.response.stop_strings)
+        if not has_stops and self._tokenizer.are_ordinary(token_ids):
+            pieces = parser.feed_text(whole, len(token_ids))
+            if pieces is not None:
+                self._pieces += pieces
+                return Fed(whole), len(token_ids)
+        texts = divided()
         tokens = list(zip(texts, map(self._tokenizer.is_special, token_ids), strict=True))
-        if not self._request.response.stop_strings:
+        if not has_stops:
             self._pieces += parser.feed_all(tokens)
-            return Fed("".join(texts)), len(token_ids)
+            return Fed(whole), len(token_ids)
         for num_taken, (text, is_special) in enumerate(tokens, start=1):
             self._pieces += parser.feed(text, is_special=is_special)
             if parser.stop is not None:
@@ -57,7 +64,8 @@ class DividingDecoder:
     def take_pieces(self) -> list[pb.Piece]:
         """Return the pieces of the tokens since the last call."""
         pieces, self._pieces = self._pieces, []
-        return joined(map(self._message, pieces))
+        messages = list(map(self._message, pieces))
+        return joined(messages) if len(messages) > 1 else messages
 
     def _message(self, piece: Piece) -> pb.Piece:
         if piece.kind is Kind.REASONING:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -513,6 +514,34 @@ def test_any_text_is_parsed_without_errors_and_alike_in_all_divisions(
         assert parsed(pieces) == parsed(whole)
         assert stops or sum(piece.num_tokens for piece in pieces) == len(tokens)
     json.dumps(parsed(whole), ensure_ascii=False).encode()
+
+
+@given(st.sampled_from(ALL_FORMATS), texts, st.lists(st.integers(0, 20), max_size=4), st.booleans())
+def test_tokens_that_only_continue_a_text_may_be_fed_together(
+    answer_format: AnswerFormat, parts: list[str], cuts: list[int], has_tokens: bool
+) -> None:
+    if has_tokens:
+        answer_format = replace(answer_format, tokens=frozenset({"<think>", "</think>", "<|message|>", "</"}))
+    one_by_one, together = (
+        AnswerParser(answer_format, prompt_tail="", schemas=SCHEMAS, streams_arguments=True) for _ in range(2)
+    )
+    places = sorted({0, len(parts), *(min(cut, len(parts)) for cut in cuts)})
+    expected: list[Piece] = []
+    pieces: list[Piece] = []
+    for start, end in pairwise(places):
+        tokens = [(text, False) for text in parts[start:end]]
+        expected += one_by_one.feed_all(tokens)
+        fed = together.feed_text("".join(parts[start:end]), end - start)
+        pieces += together.feed_all(tokens) if fed is None else fed
+    assert [*pieces, *together.finish()] == [*expected, *one_by_one.finish()]
+
+
+def test_a_text_without_a_delimiter_is_fed_at_once() -> None:
+    parser = AnswerParser(AnswerFormat(THINK, formats.HERMES), prompt_tail="", schemas=SCHEMAS)
+    assert parser.feed_text("a", 1) is None, "the answer may still begin with a delimiter"
+    assert parser.feed_all([("a", False)]) == [Piece(Kind.CONTENT, "a", 1)]
+    assert parser.feed_text("b c", 2) == [Piece(Kind.CONTENT, "b c", 2)]
+    assert parser.feed_text("d <", 2) is None
 
 
 @given(
