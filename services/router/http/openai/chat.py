@@ -132,7 +132,8 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
             self._add_prompt(first, response)
             events.append(first)
         answer = self._answers[index]
-        answer.add(response)
+        if self.body.logprobs or self.body.return_token_ids:
+            answer.add(response)
         deltas: list[ChatDelta] = []
         for piece in self._pieces(response):
             answer.cover(piece)
