@@ -52,7 +52,7 @@ class StreamedDecode:
             if is_beam_search:
                 self._report(update.sequence.tally.num_generated_tokens)
             return
-        if _is_one_token(update) and not self._others:
+        if not (is_last or self._others) and _is_one_token(update):
             self._token_ids.append(update.tokens[0].token_id)
         else:
             with converting():
@@ -244,5 +244,5 @@ def _is_one_token(update: SequenceUpdate) -> bool:
     return (
         len(update.tokens) == 1
         and update.tokens[0].logprobs is None
-        and not (update.status.is_finished or update.sequence.index or update.num_accepted_tokens)
+        and not (update.sequence.index or update.num_accepted_tokens)
     )
