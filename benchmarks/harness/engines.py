@@ -42,6 +42,7 @@ def model_without_layers(max_position_embeddings: int, *, window: int | None = N
         eos_token_ids=frozenset({1}),
         heads=KvHeads(1, 1, 1, (AttentionCall(window, 1.0, None, None),)),
         recipe=None,
+        arithmetic="",
     )
 
 

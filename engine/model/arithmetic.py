@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from quire.engine.config import Arithmetic
+from quire.kernels.cpu.amx_product import AMX_BFLOAT16, FEATURES, FLOAT32
 from quire.kernels.cpu.intrinsics import processor_features
 
 
@@ -28,7 +29,7 @@ class Sums(NamedTuple):
     features: frozenset[str] = frozenset()
 
 
-SUMS = (Sums("float32-1"),)
+SUMS = (Sums(AMX_BFLOAT16, frozenset({torch.bfloat16}), FEATURES), Sums(FLOAT32))
 """From the fastest to those that every processor can make.
 
 ``tests/engine/test_arithmetic.py`` pins their bits.

@@ -125,9 +125,9 @@ def load_model(
     max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
     with KernelFunctions():
         if collectives is None:
-            module, digest, plan = _load_whole(folder, dtype, device, weight_dtype)
+            module, digest, plan = _load_whole(folder, dtype, device, weight_dtype, arithmetic)
         else:
-            module, digest, plan = _load_part(folder, config, dtype, weight_dtype, collectives)
+            module, digest, plan = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
     heads = _checked_heads(module, config, max_position_embeddings)
     recipe = None
     if device.type == "cpu":
@@ -199,11 +199,14 @@ class _Loaded(NamedTuple):
     plan: ParallelPlan
 
 
-def _load_whole(folder: Path, dtype: str, device: torch.device, weight_dtype: str) -> _Loaded:
+def _load_whole(
+    folder: Path, dtype: str, device: torch.device, weight_dtype: str, arithmetic: Arithmetic
+) -> _Loaded:
     module = _load_module(folder, dtype)
     digest = _digest(folder, module, weight_dtype)
     plan = read_plan(module)
-    return _Loaded(_prepare_module(module, device, weight_dtype, plan.num_segments(0, 1)), digest, plan)
+    module = _prepare_module(module, device, weight_dtype, plan.num_segments(0, 1), arithmetic)
+    return _Loaded(module, digest, plan)
 
 
 def _digest(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
@@ -212,13 +215,18 @@ def _digest(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
 
 
 def _load_part(
-    folder: Path, config: PreTrainedConfig, dtype: str, weight_dtype: str, collectives: Collectives
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    weight_dtype: str,
+    arithmetic: Arithmetic,
+    collectives: Collectives,
 ) -> _Loaded:
     rank, num_ranks = collectives.rank, collectives.num_ranks
     module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
     digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
     segments = plan.num_segments(rank, num_ranks)
-    module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments)
+    module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
     return _Loaded(module, digest, plan)
 
@@ -242,12 +250,17 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
 
 
 def _prepare_module(
-    module: PreTrainedModel, device: torch.device, weight_dtype: str, num_segments: dict[str, int]
+    module: PreTrainedModel,
+    device: torch.device,
+    weight_dtype: str,
+    num_segments: dict[str, int],
+    arithmetic: Arithmetic,
 ) -> PreTrainedModel:
     """Move a model to its device, and replace layers in which a row's result would depend on other rows."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
-        pack_linear_layers(module, weight_dtype, num_segments)
+        sums = choose_sums(arithmetic, module.dtype)
+        pack_linear_layers(module, weight_dtype, num_segments, sums.name)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             # A single tensor that still refers to the mapped file of weights would keep the whole file in
             # memory.

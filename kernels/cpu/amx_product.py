@@ -21,12 +21,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -58,12 +56,6 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # The registers of tiles. Those of sums are numbered by row of tiles, then by column of tiles.
 _INPUTS, _WEIGHTS = (4, 5), (6, 7)
 _OF_SECOND_ROW = (2, 3, _INPUTS[1])
-
-
-def linear_arithmetic(dtype: torch.dtype, features: Mapping[str, bool]) -> str:
-    """Return the name of the fastest order of sums for a model's dtype on a processor with some features."""
-    has_tiles = all(features.get(name, False) for name in FEATURES)
-    return AMX_BFLOAT16 if has_tiles and dtype == torch.bfloat16 else FLOAT32
 
 
 @cache

@@ -14,7 +14,8 @@ bits do not depend on the number of processes either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ from quire.kernels.cpu.packed_product import (
     quantized_bits,
     row_header,
 )
+
+logger = logging.getLogger(__name__)
 
 UNIT = 64
 """Output columns that a thread computes at a time; outputs are padded to a multiple of it."""
@@ -197,22 +200,54 @@ def pack(weight: torch.Tensor, arithmetic: str = FLOAT32) -> PackedWeight:
             tiles of inputs; weights that differ have the order of ``FLOAT32``.
     """
     out_features, in_features = weight.shape
-    num_panels = num_padded_panels(out_features)
-    panels = torch.zeros((num_panels, in_features, TILE_COLUMNS), dtype=weight.dtype)
+    panels = _in_panels(weight)
+    is_bfloat16 = weight.dtype == torch.bfloat16
+    if arithmetic == AMX_BFLOAT16 and is_bfloat16 and in_features % TILE_INPUTS == 0:
+        return TiledWeight(_in_tiles(panels), out_features, in_features, tiles_are_exact())
+    if is_bfloat16 and in_features % 2 == 0 and has_pair_products():
+        pairs = panels.view(len(panels), in_features // 2, 2, TILE_COLUMNS).flip(2)
+        return PairedWeight(pairs.transpose(2, 3).contiguous(), out_features, in_features)
+    return PackedWeight(panels, out_features, in_features)
+
+
+def _in_panels(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as ``[num_panels, in_features, TILE_COLUMNS]``, with zeros at the end."""
+    out_features, in_features = weight.shape
+    panels = torch.zeros((num_padded_panels(out_features), in_features, TILE_COLUMNS), dtype=weight.dtype)
     num_whole = out_features // TILE_COLUMNS
     whole = weight[: num_whole * TILE_COLUMNS].view(num_whole, TILE_COLUMNS, in_features)
     panels[:num_whole] = whole.transpose(1, 2)
     if rest := out_features - num_whole * TILE_COLUMNS:
         panels[num_whole, :, :rest] = weight[num_whole * TILE_COLUMNS :].T
-    is_bfloat16 = weight.dtype == torch.bfloat16
-    if arithmetic == AMX_BFLOAT16 and is_bfloat16 and in_features % TILE_INPUTS == 0:
-        shape = (num_panels, -1, TILE_SIDE, 2, TILE_COLUMNS // TILE_SIDE, TILE_SIDE)
-        tiles = panels.view(shape).flip(3).permute(0, 1, 4, 2, 5, 3).contiguous()
-        return TiledWeight(tiles, out_features, in_features, may_use_tiles())
-    if is_bfloat16 and in_features % 2 == 0 and has_pair_products():
-        pairs = panels.view(num_panels, in_features // 2, 2, TILE_COLUMNS).flip(2)
-        return PairedWeight(pairs.transpose(2, 3).contiguous(), out_features, in_features)
-    return PackedWeight(panels, out_features, in_features)
+    return panels
+
+
+def _in_tiles(panels: torch.Tensor) -> torch.Tensor:
+    shape = (len(panels), -1, TILE_SIDE, 2, TILE_COLUMNS // TILE_SIDE, TILE_SIDE)
+    return panels.view(shape).flip(3).permute(0, 1, 4, 2, 5, 3).contiguous()
+
+
+@cache
+def tiles_are_exact() -> bool:
+    """Return whether this process may use tiles, and their products have the bits of vectors.
+
+    The order of sums is known from Intel's manual. This shows that the present processor keeps to it.
+    """
+    if not may_use_tiles():
+        return False
+    random, shape = np.random.Generator(np.random.PCG64(0)), (2 * TILE_SIDE + 1 + UNIT, 4 * TILE_INPUTS)
+    # Some of the values and of their products are denormal.
+    values = torch.from_numpy(random.standard_normal(shape) * 2.0 ** random.integers(-140, 20, shape))
+    inputs, weight = values.bfloat16().split([2 * TILE_SIDE + 1, UNIT])
+    tiles = TiledWeight(_in_tiles(_in_panels(weight)), UNIT, shape[1], by_tiles=True)
+    vectors = replace(tiles, by_tiles=False)
+    for num_rows in (1, TILE_SIDE + 1, 2 * TILE_SIDE + 1):
+        if not torch.equal(sums(inputs[:num_rows], tiles, None), sums(inputs[:num_rows], vectors, None)):
+            logger.warning(
+                "the AMX tiles of this processor do not round as its manual says, so prompts are slower"
+            )
+            return False
+    return True
 
 
 _FIELDS = (

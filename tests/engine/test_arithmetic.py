@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire.engine.config import Arithmetic
 from quire.engine.model import arithmetic
 from quire.engine.model.arithmetic import SUMS, Sums, arithmetic_name, choose_sums
+from quire.engine.weights import loader
 from tests.engine.other_processor import results
 
 Pins = dict[tuple[str, str, str], str]
@@ -26,6 +27,10 @@ PINS: dict[str, Pins] = {
         ("llama", "float16", "auto"): "1d4cf45946a226e7",
         ("llama", "float32", "int8"): "adf640c2713b482a",
         ("llama", "float32", "int4"): "81b5322b1a05d219",
+    },
+    "amx-bf16-1": {
+        ("gemma2", "bfloat16", "auto"): "",
+        ("llama", "bfloat16", "auto"): "7afe70d56c720a84",
     },
 }
 """For each name of sums: digests of what requests get, by architecture, dtype and weights."""
@@ -48,15 +53,24 @@ def pin(model: Path, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("case", list(PINS[SUMS[-1].name]), ids="-".join)
+@pytest.mark.parametrize(
+    ("sums", "case"), [(sums, case) for sums in SUMS for case in PINS[sums.name]], ids=str
+)
 def test_kernels_compute_the_bits_of_their_name(
-    tiny_model: Callable[[str], Path], tmp_path: Path, case: tuple[str, str, str]
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sums: Sums,
+    case: tuple[str, str, str],
 ) -> None:
+    """Processors without the instructions of a name compute its bits in another way."""
+    monkeypatch.setattr(loader, "choose_sums", lambda *_: sums)
     architecture, dtype, weight_dtype = case
     pin(tiny_model(architecture), tmp_path)
     answers = results(tmp_path, dtype, weight_dtype)
     found = hashlib.sha256(json.dumps([answers["tokens"], answers["prompt"]]).encode()).hexdigest()[:16]
     name = answers["arithmetic"]
+    assert name == sums.name
     assert found == PINS[name][case], (
         f"the kernels compute other bits than those of {name}. If that is intended, old and new workers must "
         "not share blocks: raise the number of the name in engine/model/arithmetic.py, append a dictionary "

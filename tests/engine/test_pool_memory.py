@@ -40,6 +40,7 @@ def model(num_layers: int) -> LoadedModel:
         eos_token_ids=frozenset(),
         heads=KvHeads(num_layers, 8, 128, (AttentionCall(None, 1.0, None, None),) * num_layers),
         recipe=None,
+        arithmetic="",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -11,11 +10,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from quire.engine.model.packed_linear import PackedLinear, pack_linear_layers
+from quire.engine.model.arithmetic import SUMS
+from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
 from quire.engine.weights import loader
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kernels.cpu.amx_product import AMX_BFLOAT16
 from quire.kernels.cpu.linear import TiledWeight
 from tests.testing.tiny_engine import make_engine, make_request
 
@@ -49,8 +48,7 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, num_others: int = 0
 @pytest.fixture
 def amx_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models of bfloat16 be loaded with the order of sums of AMX."""
-    in_order = partial(pack_linear_layers, arithmetic=AMX_BFLOAT16)
-    monkeypatch.setattr(loader, "pack_linear_layers", in_order)
+    monkeypatch.setattr(loader, "choose_sums", lambda *_: SUMS[0])
 
 
 @pytest.mark.usefixtures("amx_order")

@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from quire.kernels.cpu import amx_product
 from quire.kernels.cpu import linear as linear_module
-from quire.kernels.cpu.amx_product import AMX_BFLOAT16, FLOAT32, linear_arithmetic, may_use_tiles
+from quire.kernels.cpu.amx_product import AMX_BFLOAT16, may_use_tiles
 from quire.kernels.cpu.intrinsics import processor_features
-from quire.kernels.cpu.linear import ROWS, TiledWeight, linear, pack, sums
+from quire.kernels.cpu.linear import ROWS, TiledWeight, linear, pack, sums, tiles_are_exact
 from tests.kernels.amx_emulator import INSTRUCTIONS, environment
 from tests.testing.amx_model import tile_product
 
@@ -116,20 +117,6 @@ def test_weights_without_whole_tiles_keep_the_order_of_the_inputs() -> None:
     assert not isinstance(pack(random_bfloat16(64, 64, seed=6)), TiledWeight)
 
 
-@pytest.mark.parametrize(
-    ("names", "dtype", "expected"),
-    [
-        ("avx512f avx512bf16 amx-tile amx-bf16 amx-int8", torch.bfloat16, AMX_BFLOAT16),
-        ("avx512f avx512bf16 amx-tile amx-bf16 amx-int8", torch.float32, FLOAT32),
-        ("avx512f avx512bf16 amx-tile amx-int8", torch.bfloat16, FLOAT32),
-        ("avx512f avx512bf16", torch.bfloat16, FLOAT32),
-        ("avx2", torch.bfloat16, FLOAT32),
-    ],
-)
-def test_the_order_follows_from_features_and_dtype(names: str, dtype: torch.dtype, expected: str) -> None:
-    assert linear_arithmetic(dtype, dict.fromkeys(names.split(), True)) == expected
-
-
 def test_vectors_replace_tiles_that_linux_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,10 +127,25 @@ def test_vectors_replace_tiles_that_linux_refuses(
     monkeypatch.setattr(amx_product, "processor_features", lambda: {"amx-tile": True, "amx-bf16": True})
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing())
     monkeypatch.setattr(linear_module, "may_use_tiles", may_use_tiles.__wrapped__)
+    monkeypatch.setattr(linear_module, "tiles_are_exact", tiles_are_exact.__wrapped__)
     packed = pack(random_bfloat16(64, 64, seed=7), AMX_BFLOAT16)
     assert isinstance(packed, TiledWeight)
     assert not packed.by_tiles
     assert "permits no AMX tiles" in caplog.text
+
+
+def test_vectors_replace_tiles_that_round_otherwise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other_bits(inputs: torch.Tensor, weight: TiledWeight, bias: None) -> torch.Tensor:
+        result = sums(inputs, replace(weight, by_tiles=False), bias)
+        result[-1, -1] += float(weight.by_tiles) * result[-1, -1].abs() / 2**20
+        return result
+
+    monkeypatch.setattr(linear_module, "may_use_tiles", lambda: True)
+    monkeypatch.setattr(linear_module, "sums", other_bits)
+    assert not tiles_are_exact.__wrapped__()
+    assert "do not round as its manual says" in caplog.text
 
 
 _has_tiles = processor_features().get("amx-tile", False) and processor_features().get("amx-bf16", False)
