@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.config import Arithmetic
 from quire.kernels.cpu.amx_product import AMX_BFLOAT16, FEATURES, FLOAT32
 from quire.kernels.cpu.intrinsics import processor_features
 
@@ -38,7 +37,7 @@ _TRITON = "triton-1"
 """The kernels for GPUs; the number rises when their bits change."""
 
 
-def choose_sums(setting: Arithmetic, dtype: torch.dtype, features: Mapping[str, bool] | None = None) -> Sums:
+def choose_sums(setting: str, dtype: torch.dtype, features: Mapping[str, bool] | None = None) -> Sums:
     """Return the fastest sums of a processor, or those of every processor.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import AutoConfig
 
-from quire.engine.config import Arithmetic, EngineConfig
+from quire.engine.config import EngineConfig
 from quire.engine.model.collectives import SharedSizes
 from quire.engine.ranks.messages import message_bytes
 from quire.models.source import find_model
@@ -36,7 +36,7 @@ class RankSettings:
     model: str
     dtype: str
     weight_dtype: str
-    arithmetic: Arithmetic
+    arithmetic: str
     block_size: int
     kv_cache_dtype: str
     num_threads: int

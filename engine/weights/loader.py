@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from quire.engine.config import Arithmetic
 from quire.engine.kv_cache.memory import dtype_name
 from quire.engine.model import attention
 from quire.engine.model.arithmetic import arithmetic_name, choose_sums
@@ -92,7 +91,7 @@ def load_model(
     dtype: str,
     device: torch.device,
     weight_dtype: str = "auto",
-    arithmetic: Arithmetic = "auto",
+    arithmetic: str = "auto",
     collectives: Collectives | None = None,
 ) -> LoadedModel:
     """Load a causal language model from a folder or from the hub.
@@ -200,7 +199,7 @@ class _Loaded(NamedTuple):
 
 
 def _load_whole(
-    folder: Path, dtype: str, device: torch.device, weight_dtype: str, arithmetic: Arithmetic
+    folder: Path, dtype: str, device: torch.device, weight_dtype: str, arithmetic: str
 ) -> _Loaded:
     module = _load_module(folder, dtype)
     digest = _digest(folder, module, weight_dtype)
@@ -219,7 +218,7 @@ def _load_part(
     config: PreTrainedConfig,
     dtype: str,
     weight_dtype: str,
-    arithmetic: Arithmetic,
+    arithmetic: str,
     collectives: Collectives,
 ) -> _Loaded:
     rank, num_ranks = collectives.rank, collectives.num_ranks
@@ -254,7 +253,7 @@ def _prepare_module(
     device: torch.device,
     weight_dtype: str,
     num_segments: dict[str, int],
-    arithmetic: Arithmetic,
+    arithmetic: str,
 ) -> PreTrainedModel:
     """Move a model to its device, and replace layers in which a row's result would depend on other rows."""
     module = module.to(device).eval().requires_grad_(False)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config import Arithmetic
 from quire.engine.model import arithmetic
 from quire.engine.model.arithmetic import SUMS, Sums, arithmetic_name, choose_sums
 from quire.engine.weights import loader
@@ -96,7 +95,7 @@ def test_each_name_has_its_own_digests() -> None:
 )
 def test_the_fastest_sums_of_a_machine_are_chosen_unless_they_must_be_portable(
     monkeypatch: pytest.MonkeyPatch,
-    setting: Arithmetic,
+    setting: str,
     dtype: torch.dtype,
     features: dict[str, bool],
     expected: Sums,

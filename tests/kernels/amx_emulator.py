@@ -173,6 +173,7 @@ def compare(num_rows: int, in_features: int, out_features: int, num_segments: in
     results = []
     for by_tiles in (True, False):
         setattr(linear, "may_use_tiles", partial(bool, by_tiles))  # noqa: B010
+        linear.tiles_are_exact.cache_clear()
         packed = linear.pack(weight, AMX_BFLOAT16)
         assert packed.stored is (TILES if by_tiles else CHAINS)
         results.append(linear.sums(inputs, packed, None, num_segments))
