@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +19,7 @@ from hypothesis import strategies as st
 from llvmlite import binding, ir
 
 from quire.kernels.cpu.integer_product import (
+    MOST_INPUTS,
     ROW_HEADER,
     Instruction,
     emit_integer_products,
@@ -24,22 +31,68 @@ from quire.kernels.cpu.linear import ROWS, UNIT, linear, sums
 
 HASWELL = "avx2 fma f16c"
 SKYLAKE = f"{HASWELL} avx512f avx512bw avx512dq avx512vl"
+VNNI = f"{SKYLAKE} avx512vnni"
 PROCESSORS = {
-    "Sandy Bridge": ("avx", ("vpmulld", 8)),
-    "Haswell": (HASWELL, ("vpmaddwd", 8)),
-    "Alder Lake": (f"{HASWELL} avxvnni", ("vpdpbusd", 8)),
-    "Skylake-X": (SKYLAKE, ("vpmaddwd", 16)),
-    "Zen 4": (f"{SKYLAKE} avx512vnni avx512bf16", ("vpdpbusd", 16)),
-    "Zen 5": (f"{SKYLAKE} avx512vnni avx512bf16 avxvnni", ("vpdpbusd", 16)),
-    "Sapphire Rapids": (f"{SKYLAKE} avx512vnni avx512bf16 avxvnni amx-int8 amx-bf16", ("vpdpbusd", 16)),
-    "Diamond Rapids": (f"{SKYLAKE} avx512vnni avx512bf16 avxvnni avxvnniint8 amx-int8", ("vpdpbusd", 16)),
+    "Sandy Bridge": ("sandybridge", "avx", ("vpmulld", 8)),
+    "Haswell": ("haswell", HASWELL, ("vpmaddwd", 8)),
+    "Alder Lake": ("alderlake", f"{HASWELL} avxvnni", ("vpdpbusd", 8)),
+    "Sierra Forest": ("sierraforest", f"{HASWELL} avxvnni avxvnniint8", ("vpdpbusd", 8)),
+    "Skylake-X": ("skylake-avx512", SKYLAKE, ("vpmaddwd", 16)),
+    "Zen 4": ("znver4", f"{VNNI} avx512bf16", ("vpdpbusd", 16)),
+    "Zen 5": ("znver5", f"{VNNI} avx512bf16 avxvnni", ("vpdpbusd", 16)),
+    "Sapphire Rapids": ("sapphirerapids", f"{VNNI} avx512bf16 avxvnni amx-int8 amx-bf16", ("vpdpbusd", 16)),
+    "Diamond Rapids": ("diamondrapids", f"{VNNI} avx512bf16 avxvnni avxvnniint8 amx-int8", ("vpdpbusd", 16)),
 }
+"""LLVM's name of each processor, its features that matter here, and how it multiplies integers."""
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_the_instruction_of_a_processor(name: str) -> None:
-    features, expected = PROCESSORS[name]
+    _, features, expected = PROCESSORS[name]
     assert integer_instruction(dict.fromkeys(features.split(), True)) == expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "Sandy Bridge"])
+def test_the_machine_code_of_a_processor(name: str) -> None:
+    """LLVM selects each instruction in the form that the processor can execute."""
+    processor, _, (instruction, lanes) = PROCESSORS[name]
+    machine = binding.Target.from_default_triple().create_target_machine(cpu=processor)
+    assembly = machine.emit_assembly(binding.parse_assembly(str(product_module(instruction, lanes))))
+    found = [line for line in assembly.splitlines() if instruction in line]
+    assert len(found) == (1 if instruction == "vpdpbusd" else 2)
+    registers = "zmm" if lanes == 16 else "ymm"
+    assert all(registers in line for line in found)
+    # Without AVX-512 the instruction exists only with the prefix VEX.
+    is_vex = [line.split()[0] == "{vex}" for line in found]
+    assert is_vex == [instruction == "vpdpbusd" and lanes == 8] * len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Alder Lake is an x86")
+def test_the_kernel_of_a_processor_with_vnni_but_without_avx512(tmp_path: Path) -> None:
+    program = f"""
+from llvmlite import binding
+
+features = dict.fromkeys("{PROCESSORS["Alder Lake"][1]}".split(), True)
+binding.get_host_cpu_features = lambda: features
+from quire.kernels.cpu.integer_product import INTEGERS
+from quire.kernels.cpu.linear import _kernel
+
+print(_kernel(INTEGERS)._library.get_asm_str())
+"""
+    environment = {
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_CPU_NAME": "alderlake",
+        "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+f16c,+avxvnni",
+    }
+    assembly = subprocess.check_output(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, text=True
+    )
+    products = [line.split() for line in assembly.splitlines() if "vpdpbusd" in line]
+    assert products
+    assert {line[0] for line in products} == {"{vex}"}
+    assert not re.search(r"zmm|vpmaddwd", assembly)
 
 
 def expected_products(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,6 +123,20 @@ def test_products_are_exact(
     packed = quantize_to_integers(weight)
     assert torch.equal(sums(inputs, packed, None)[:, :out_features], expected_products(inputs, weight))
     assert torch.equal(sums(inputs, packed, None, num_segments=8), sums(inputs, packed, None))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 6, 7])
+def test_the_sums_of_the_most_inputs_do_not_overflow(num_rows: int) -> None:
+    """All products have the largest magnitude. Sums of unsigned inputs reach 255 * 127 * ``MOST_INPUTS``."""
+    largest = 127.0
+    alternating = torch.tensor([largest, -largest]).repeat(MOST_INPUTS // 2)
+    patterns = torch.stack(
+        [torch.full((MOST_INPUTS,), largest), torch.full((MOST_INPUTS,), -largest), alternating]
+    )
+    products = sums(patterns.repeat(3, 1)[:num_rows], quantize_to_integers(patterns), None)[:, :3]
+    expected = (patterns.double() @ patterns.double().T).repeat(3, 1)[:num_rows]
+    assert expected.abs().max() == 127 * 127 * MOST_INPUTS
+    assert torch.equal(products.double(), expected.float().double())
 
 
 def test_bits_do_not_depend_on_other_rows_or_on_threads() -> None:
@@ -115,8 +182,8 @@ def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) 
     assert np.array_equal(*scales, equal_nan=True)
 
 
-def compile_product(instruction: Instruction, lanes: int) -> tuple[Any, Any]:
-    """Return the engine and the address of ``void f(int32 *inputs, int32 *weights, int32 *sums)``."""
+def product_module(instruction: Instruction, lanes: int) -> ir.Module:
+    """Return a module with ``void product(int32 *inputs, int32 *weights, int32 *sums)``."""
     module = ir.Module()
     integer = ir.IntType(32)
     words = ir.VectorType(integer, lanes).as_pointer()
@@ -127,10 +194,16 @@ def compile_product(instruction: Instruction, lanes: int) -> tuple[Any, Any]:
     values = builder.load(inputs), builder.load(weights, align=4), builder.load(totals, align=4)
     builder.store(emit_integer_products(builder, *values, instruction), totals, align=4)
     builder.ret_void()
+    return module
+
+
+def compile_product(instruction: Instruction, lanes: int) -> tuple[Any, Any]:
+    """Return the engine and the address of the function of ``product_module``, for this processor."""
     features = binding.get_host_cpu_features().flatten()
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features)
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
+    module = binding.parse_assembly(str(product_module(instruction, lanes)))
+    engine = binding.create_mcjit_compiler(module, machine)
     return engine, engine.get_function_address("product")
 
 
