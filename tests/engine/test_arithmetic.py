@@ -26,6 +26,7 @@ PINS: dict[str, Pins] = {
         ("llama", "float16", "auto"): "1d4cf45946a226e7",
         ("llama", "float32", "int8"): "adf640c2713b482a",
         ("llama", "float32", "int4"): "81b5322b1a05d219",
+        ("llama", "bfloat16", "w8a8"): "94aaf5354499b50f",
     },
     "amx-bf16-1": {
         ("gemma2", "bfloat16", "auto"): "",
