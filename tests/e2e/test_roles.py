@@ -21,6 +21,7 @@ from tests.testing.stacks import (
     until_decode_workers,
     wait_until_idle,
 )
+from tests.testing.until import until
 
 WAIT_SECONDS = 30.0
 LONG = 300
@@ -87,9 +88,7 @@ async def _later_routers_know(admin: AdminClient, client: AsyncClient, redis: Re
     config = RouterConfig(port=0, redis_url=redis.router_url, cluster_secret=b"shared")
     async with router(config) as later, AsyncClient(later.address) as later_client:
         await asyncio.wait_for(later.has_served.wait(), WAIT_SECONDS)
-        async with asyncio.timeout(WAIT_SECONDS):
-            while len(later.workers.live("prefill")) != 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(later.workers.live("prefill")) == 2)
         assert [worker.worker_id for worker in later.workers.live("decode")] == ["decode-1"]
         await asyncio.to_thread(admin.change_role, "decode-0", "decode")
         await until_decode_workers(later_client, 2)

@@ -25,6 +25,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.router.tenants.token_bucket import TokenBucket
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.until import until
 
 LENGTH, NUM_NEW, MANY = 40, 12, 400
 SECONDS = 20.0
@@ -87,9 +88,7 @@ class Meter:
         self.ran_before = await self.ran()
 
     async def until_charged(self, num_tokens: int) -> None:
-        async with asyncio.timeout(SECONDS):
-            while self.charged < num_tokens:
-                await asyncio.sleep(0.002)
+        await until(lambda: self.charged >= num_tokens)
 
     async def not_run(self, expected: int) -> int:
         """Return the charged tokens that no model has run, once that is ``expected`` and all is quiet."""

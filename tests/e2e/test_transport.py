@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.protos import inference_pb2, worker_pb2
 from quire.services.local.stack import RunningStack
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.until import until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 20.0
@@ -124,9 +125,7 @@ async def test_the_memory_of_a_killed_worker_does_not_stay(start_stack: StartSta
             assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
             assert len(pool_mappings(stack, "decode-0")) == 2
             stack.workers["prefill-0"].process.kill()
-            async with asyncio.timeout(WAIT_SECONDS):
-                while len(pool_mappings(stack, "decode-0")) > 1:
-                    await asyncio.sleep(0.02)
+            await until(lambda: len(pool_mappings(stack, "decode-0")) == 1)
             other = make_prompt(80)
             assert list((await client.generate(other, **GREEDY)).token_ids) == expected("llama", other)
 

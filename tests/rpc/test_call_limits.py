@@ -16,6 +16,7 @@ from quire.rpc import ended_calls
 from quire.rpc.ended_calls import end_call, end_of
 from quire.rpc.errors import Aborted, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
+from tests.testing.until import until
 
 NAME = "quire.v1.GenerationService"
 # A window so small that the first answers fill it.
@@ -60,9 +61,7 @@ def num_open_calls() -> int:
 
 async def all_ended(server: GrpcServer) -> None:
     """Wait until gRPC holds no call but the one that shows that the server still answers."""
-    async with asyncio.timeout(10):
-        while num_open_calls():
-            await asyncio.sleep(0.01)
+    await until(lambda: not num_open_calls())
     async with grpc.aio.insecure_channel(server.address) as channel:
         answer = await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=10)
     assert list(answer.token_ids) == [7]
@@ -70,9 +69,7 @@ async def all_ended(server: GrpcServer) -> None:
 
 async def all_wait_for_a_reader(servicer: Servicer) -> None:
     """Wait until every stream has a message that its client must read first."""
-    async with asyncio.timeout(10):
-        while not all(end_of(task).is_sending for task in servicer.tasks):
-            await asyncio.sleep(0.01)
+    await until(lambda: all(end_of(task).is_sending for task in servicer.tasks))
 
 
 @pytest.fixture

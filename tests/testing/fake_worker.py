@@ -348,14 +348,6 @@ class Cluster:
         channel = await self.stack.enter_async_context(grpc.aio.insecure_channel(self.running.address))
         return pb_grpc.GenerationServiceStub(channel)
 
-    async def joined(self, num_workers: int) -> None:
-        """Wait until ``num_workers`` workers take requests."""
-        assert self.running is not None
-        workers = self.running.workers
-        async with asyncio.timeout(5):
-            while len(workers.live("prefill") + workers.live("decode")) != num_workers:
-                await asyncio.sleep(0.005)
-
     def metric(self, name: str, **labels: str) -> float:
         """Return a metric's value, 0 where nothing was counted."""
         assert self.running is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 LIMIT_SECONDS = 30.0
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Return once a condition holds; raise TimeoutError if it does not in ``LIMIT_SECONDS``."""
     async with asyncio.timeout(LIMIT_SECONDS):
         while not condition():

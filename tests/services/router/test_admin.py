@@ -34,16 +34,6 @@ async def test_an_unknown_worker_is_named(pair: Any) -> None:
         await asyncio.to_thread(admin.drain, "d9")
 
 
-async def test_a_worker_that_drains_gets_nothing_new(pair: Any) -> None:
-    stub = await pair.start()
-    pair["d1"].is_draining = True
-    async with asyncio.timeout(10):
-        while len(pair.running.workers.live("decode")) != 1:
-            await asyncio.sleep(0.005)
-    assert [w.worker_id for w in pair.running.workers.live("decode")] == ["d2"]
-    assert stub is not None
-
-
 async def test_a_drain_is_in_effect_when_it_returns_and_requests_are_refused(pair: Any) -> None:
     stub = await pair.start(poll_seconds=3600, worker_wait_seconds=0.05)
     request = inference_pb.GenerateRequest(generation=inference_pb.Generation(text="say"))

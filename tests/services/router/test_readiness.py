@@ -12,6 +12,7 @@ from aiohttp import ClientSession
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.protos import inference_pb2 as pb
+from tests.testing.until import until
 
 SECONDS = 10.0
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -66,9 +67,7 @@ def ask(cluster: Any) -> asyncio.Task[Any]:
 
 
 async def waits(cluster: Any) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not cluster.metric("quire_router_requests_waiting"):
-            await asyncio.sleep(0.005)
+    await until(lambda: cluster.metric("quire_router_requests_waiting"))
 
 
 async def change(cluster: Any, role: str, **attributes: bool) -> None:

@@ -61,8 +61,11 @@ def test_each_token_and_each_gap_is_counted_once(messages: list[tuple[int, int, 
     assert setup.metric("time_to_first_token_seconds_count") == (first is not None)
     assert setup.metric("time_to_first_token_seconds_sum") == (first or 10.0) - 10.0
     assert setup.metric("inter_token_latency_seconds_count") == sum(len(each) - 1 for each in times.values())
-    spans = sum(answer[-1][0] - answer[0][0] for answer in times.values())
-    assert setup.metric("inter_token_latency_seconds_sum") == spans
+    spans = [(answer[-1][0] - answer[0][0], sum(num for _, num in answer)) for answer in times.values()]
+    assert setup.metric("inter_token_latency_seconds_sum") == sum(seconds for seconds, _ in spans)
+    per_token = [seconds / (num_tokens - 1) for seconds, num_tokens in spans if seconds]
+    assert setup.metric("request_time_per_output_token_seconds_count") == len(per_token)
+    assert setup.metric("request_time_per_output_token_seconds_sum") == pytest.approx(sum(per_token))
 
 
 def test_the_slowest_answer_decides_whether_the_target_is_met() -> None:

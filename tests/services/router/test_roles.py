@@ -17,6 +17,7 @@ from quire.rpc.errors import FailedPrecondition
 from quire.services.router.admin import roles as roles_module
 from quire.services.router.workers import probe, probing
 from quire.services.router.workers.membership import Member
+from tests.testing.until import until
 
 REQUEST = pb.GenerateRequest(generation=pb.Generation(text="say"))
 
@@ -76,9 +77,7 @@ async def test_an_impossible_change_of_role_is_named(pair: Any, fault: Any) -> N
 async def test_a_change_that_another_router_made_is_followed(pair: Any) -> None:
     await pair.start()
     pair["d1"].role = "prefill"
-    async with asyncio.timeout(10):
-        while ids(pair, "decode") != ["d2"]:
-            await asyncio.sleep(0.005)
+    await until(lambda: ids(pair, "decode") == ["d2"])
     assert ids(pair, "prefill") == ["d1", "p1", "p2"]
 
 
@@ -90,9 +89,7 @@ async def test_a_waiting_request_continues_when_a_worker_becomes_a_decode_worker
     with AdminClient(cluster.running.admin_address) as admin:
         await asyncio.to_thread(admin.drain, "d1")
         waiting = asyncio.ensure_future(stub.Generate(REQUEST))
-        async with asyncio.timeout(5):
-            while not cluster.metric("quire_router_requests_waiting"):
-                await asyncio.sleep(0.005)
+        await until(lambda: cluster.metric("quire_router_requests_waiting"))
         await asyncio.to_thread(admin.change_role, "p2", "decode")
         async with asyncio.timeout(5):
             await waiting

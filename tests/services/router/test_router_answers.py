@@ -6,11 +6,10 @@ import asyncio
 from collections import defaultdict
 from typing import Any
 
-import grpc
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.rpc.errors import InvalidArgument, Unavailable
+from quire.rpc.errors import Unavailable
 
 TEXT = "hello world, stop here"
 SEED = 2**64 - 2
@@ -201,13 +200,3 @@ async def test_a_lost_search_starts_again(pair: Any, fault: Any) -> None:
     assert answers_of(responses) == {0: pair.script.answer}
     assert [call.sequence.num_output_tokens for call in calls(pair, "decode")] == [0, 0, 0]
     assert {call.sequence.sampling.beam.width for call in calls(pair, "decode")} == {2}
-
-
-async def test_a_worker_that_refuses_names_the_field(cluster: Any, fault: Any) -> None:
-    worker = await cluster.add("d", "decode")
-    worker.fault = fault(0, InvalidArgument("sampling.n", "64 sequences take more blocks than there are"))
-    stub = await cluster.start()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(stub, n=64)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "sampling.n: 64 sequences take more blocks than there are"

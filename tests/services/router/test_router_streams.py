@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.rpc.errors import Unavailable
 from tests.testing.fake_worker import Cluster, FakeWorker, ids_of, stream
 
 WAIT_SECONDS = 10.0
@@ -29,15 +27,6 @@ def only_call(decodes: list[FakeWorker]) -> tuple[FakeWorker, worker_pb2.DecodeR
     """Return the only decode, and its worker."""
     ((worker, call),) = [(worker, call) for worker in decodes for call in worker.calls]
     return worker, call
-
-
-async def test_an_answer_is_sent_in_the_stream(streaming: Any, cluster: Cluster) -> None:
-    stub, decodes = streaming
-    responses = await stream(stub)
-    assert ids_of(responses) == cluster.script.answer
-    assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
-    worker, call = only_call(decodes)
-    assert call.output_channel.stream_id in worker.streams
 
 
 async def test_a_call_that_ends_before_its_outputs_arrive_is_no_failure(
@@ -96,12 +85,3 @@ async def test_a_stream_that_was_lost_is_opened_again(streaming: Any, cluster: C
         assert ids_of(await stream(stub)) == cluster.script.answer
         while len(workers.serving("decode")) < len(decodes):
             await asyncio.sleep(0.005)
-
-
-async def test_an_error_of_the_worker_is_not_hidden(streaming: Any, cluster: Cluster, fault: Any) -> None:
-    stub, decodes = streaming
-    for worker in decodes:
-        worker.fault = fault(1, Unavailable("killed"))
-    responses = await stream(stub)
-    assert ids_of(responses) == cluster.script.answer
-    assert responses[-1].usage.retries in (1, 2)

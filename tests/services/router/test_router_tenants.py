@@ -17,6 +17,7 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from tests.testing.until import until
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["GenerationService"].methods)
 PROMPT = pb.Generation(text="hello")
@@ -58,9 +59,7 @@ async def test_no_method_answers_without_a_known_key(
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "wrong" not in (caught.value.details() or "")
     labels = {"grpc_method": method.name, "grpc_code": "UNAUTHENTICATED"}
-    async with asyncio.timeout(5):
-        while pair.metric("grpc_server_handled_total", **labels) != 1:
-            await asyncio.sleep(0)
+    await until(lambda: pair.metric("grpc_server_handled_total", **labels) == 1)
 
 
 async def test_health_needs_no_key(pair: Any, stub: Any) -> None:
@@ -163,8 +162,6 @@ async def test_leaving_a_batch_ends_all_of_it(pair: Any, stub: Any, keys: Any) -
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
-        async with asyncio.timeout(10):
-            while pair.metric("quire_router_requests_running"):
-                await asyncio.sleep(0.005)
+        await until(lambda: not pair.metric("quire_router_requests_running"))
     for task in paused:
         task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from quire.rpc.errors import OutOfRange
 from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.router.tenants.token_bucket import TokenBucket
+from tests.testing.until import until
 
 SECONDS = 10.0
 NUM_PROMPT = 3
@@ -125,9 +125,7 @@ async def test_a_request_that_a_worker_does_not_finish_is_charged(
     with pytest.raises(grpc.aio.AioRpcError):
         async for _ in ask(n=2):
             pass
-    async with asyncio.timeout(SECONDS):
-        while sum(charges) != NUM_PROMPT + 9:
-            await asyncio.sleep(0.005)
+    await until(lambda: sum(charges) == NUM_PROMPT + 9)
 
 
 async def test_deadlines_and_disconnects_are_charged_for_tokens_that_did_not_arrive(
@@ -143,6 +141,4 @@ async def test_deadlines_and_disconnects_are_charged_for_tokens_that_did_not_arr
     call = ask(n=2)
     await call.read()
     call.cancel()
-    async with asyncio.timeout(SECONDS):
-        while sum(charges) != 2 * (NUM_PROMPT + 9):
-            await asyncio.sleep(0.005)
+    await until(lambda: sum(charges) == 2 * (NUM_PROMPT + 9))

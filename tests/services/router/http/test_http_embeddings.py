@@ -5,20 +5,16 @@ from __future__ import annotations
 import base64
 import struct
 from math import cos
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 from quire.services.requests.embeddings import MAX_INPUTS
-from quire.services.router.http.openai import embeddings
 from tests.testing.fake_worker import embedding_of
 
-DOCS = Path(__file__).parents[4] / "docs" / "embeddings.md"
 IDS = [[5, 6, 7, 8], [9, 10]]
 
 
@@ -156,11 +152,3 @@ async def test_a_model_without_embeddings_is_a_bad_request(pair: Any, start: Any
     ):
         status, answer = await post(http, path, **body)
         assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "model", "no_embeddings")
-
-
-@pytest.mark.parametrize(
-    "body", [embeddings.EmbeddingRequest, embeddings.ScoreRequest, embeddings.RerankRequest]
-)
-def test_every_field_is_in_the_docs(body: type[BaseModel]) -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    assert [name for name in body.model_fields if f"`{name}`" not in text] == []

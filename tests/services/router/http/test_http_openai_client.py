@@ -12,7 +12,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from quire.protos import inference_pb2 as pb
-from quire.rpc.errors import REQUEST_FAILED, FailedPrecondition, Internal
 
 TEXT = "hello world, stop here"
 MESSAGES: Any = [
@@ -166,14 +165,6 @@ async def test_prompts_of_a_list_are_numbered_in_order(client: AsyncOpenAI) -> N
     assert texts == [TEXT, TEXT]
 
 
-async def test_a_stop_string_ends_the_text(client: AsyncOpenAI) -> None:
-    completion = await client.completions.create(
-        model="tiny", prompt="say it", max_tokens=50, stop=[", stop", "never"]
-    )
-    assert completion.choices[0].text == "hello world"
-    assert completion.choices[0].finish_reason == "stop"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_best_are_returned(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
     pair.script.logprobs = [-0.5, -0.2, -0.9, -0.3]
@@ -224,37 +215,3 @@ async def test_a_sync_client(client: AsyncOpenAI) -> None:
             return [chunk.choices[0].text for chunk in stream]
 
     assert "".join(await asyncio.to_thread(ask)) == TEXT
-
-
-async def test_errors_are_the_clients_types(client: AsyncOpenAI, pair: Any) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        await client.completions.create(model="other", prompt="x")
-    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens") as long:
-        await client.completions.create(model="tiny", prompt="x" * 100)
-    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
-
-
-async def test_an_error_in_the_middle_of_a_stream_is_raised(
-    client: AsyncOpenAI, pair: Any, fault: Any
-) -> None:
-    for name in ("d1", "d2"):
-        pair[name].fault = fault(2, FailedPrecondition("scripted"))
-    texts: list[str] = []
-    with pytest.raises(openai.APIError, match="refused: scripted"):
-        stream = await client.completions.create(model="tiny", prompt="say it", max_tokens=50, stream=True)
-        async for chunk in stream:
-            texts.append(chunk.choices[0].text)
-    # The error comes in another stream than the tokens, so it may come before some of them.
-    assert "hello world,".startswith("".join(texts))
-
-
-async def test_a_request_that_fails_by_itself_is_not_repeated(
-    client: AsyncOpenAI, pair: Any, fault: Any
-) -> None:
-    for worker in pair.workers.values():
-        worker.fault = fault(0, Internal("OverflowError: scripted", reason=REQUEST_FAILED))
-    with pytest.raises(openai.InternalServerError, match="failed: OverflowError: scripted") as failed:
-        await client.with_options(max_retries=2).completions.create(model="tiny", prompt="say it")
-    assert failed.value.code == "request_failed"
-    assert sum(len(worker.calls) for worker in pair.workers.values() if worker.role == "decode") == 1

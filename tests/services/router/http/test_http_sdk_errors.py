@@ -1,8 +1,7 @@
-"""Errors as the clients of OpenAI and Anthropic raise them; a route of the tests stands for Messages."""
+"""Errors as the clients of OpenAI and Anthropic raise them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,12 +24,6 @@ from quire.rpc.errors import (
     Unavailable,
 )
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.http import server
-from quire.services.router.http.openai.chat import ChatWriter
-from quire.services.router.http.openai.requests import ChatCompletionRequest
-from quire.services.router.http.routes import Route, routes
-from quire.services.router.http.shared.answers import answering
-from quire.services.router.http.shared.errors import HttpError, in_anthropic_form
 from quire.services.router.tenants.api_keys import Tenant, new_key
 
 MESSAGES: Any = [{"role": "user", "content": "say hello world, stop here"}]
@@ -45,13 +38,6 @@ def either(name: str) -> Any:
 class Forbidden(ServiceError):
     code = grpc.StatusCode.PERMISSION_DENIED
     default_reason = "FORBIDDEN"
-
-
-class MessagesWriter(ChatWriter):
-    """Answers like ``/v1/chat/completions``, but with Anthropic's form of errors in mid-stream."""
-
-    def failed(self, error: HttpError) -> Any:
-        return in_anthropic_form(error, self._name)
 
 
 class Clients(NamedTuple):
@@ -73,14 +59,9 @@ Connect = Callable[..., Any]
 
 
 @pytest.fixture
-async def connect(pair: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+async def connect(pair: Any) -> AsyncIterator[Connect]:
     """Return a function that starts the router and returns its clients."""
 
-    def with_messages(servicer: Any, registry: Any) -> list[Route]:
-        handler = answering(servicer, asyncio.Lock(), ChatCompletionRequest, MessagesWriter)
-        return [*routes(servicer, registry), Route("POST", "/v1/messages", handler, "Answer")]
-
-    monkeypatch.setattr(server, "routes", with_messages)
     async with AsyncExitStack() as stack:
 
         async def connect(key: str = "none", **options: Any) -> Clients:

@@ -18,6 +18,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import ResourceExhausted
 from quire.services.router.grpc.request_memory import UNCOUNTED_BYTES, RequestMemory
 from quire.services.router.metrics.metrics import RouterMetrics
+from tests.testing.until import until
 
 LIMIT = 32 << 20
 LARGE = 15 << 20
@@ -63,9 +64,7 @@ async def test_large_requests_wait_for_no_small_one(pair: Any) -> None:
     async with grpc.aio.insecure_channel(pair.running.address, options=options) as channel:
         generate = channel.unary_unary(GENERATE, None, pb.GenerateResponse.FromString)
         large = [asyncio.ensure_future(generate(padded(SMALL, LARGE))) for _ in range(2)]
-        async with asyncio.timeout(10):
-            while sum(len(pair[name].calls) for name in ("d1", "d2")) < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(pair["d1"].calls) + len(pair["d2"].calls) == 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(padded(SMALL, LARGE))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -92,9 +91,7 @@ async def test_bodies_that_are_still_being_sent_count(start: Any, pair: Any) -> 
         writer.write(head.encode() + b" " * LARGE)
         writers.append(writer)
         await writer.drain()
-    async with asyncio.timeout(10):
-        while pair.metric("quire_router_request_bytes") < 2 * (LARGE - UNCOUNTED_BYTES):
-            await asyncio.sleep(0.005)
+    await until(lambda: pair.metric("quire_router_request_bytes") >= 2 * (LARGE - UNCOUNTED_BYTES))
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8}
     large = b" " * LARGE + b"{}"
     headers = {"Content-Type": "application/json"}
@@ -106,8 +103,6 @@ async def test_bodies_that_are_still_being_sent_count(start: Any, pair: Any) -> 
     for writer in writers:
         writer.close()
         await writer.wait_closed()
-    async with asyncio.timeout(10):
-        while pair.metric("quire_router_request_bytes"):
-            await asyncio.sleep(0.005)
+    await until(lambda: not pair.metric("quire_router_request_bytes"))
     async with http.post("/v1/completions", data=io.BytesIO(large), headers=headers) as response:
         assert response.status == 400

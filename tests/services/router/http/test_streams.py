@@ -49,19 +49,6 @@ async def data_of(response: ClientResponse) -> list[str]:
     return [event.removeprefix("data: ") for event in text[:-2].split("\n\n")]
 
 
-async def test_events_are_in_order_and_end_with_done() -> None:
-    async def events() -> Events:
-        for prompt in ("a", "b\n\ndata: c"):
-            yield Text(prompt=prompt)
-
-    async with answering(events) as response:
-        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-        assert response.headers["X-Accel-Buffering"] == "no"
-        *data, end = await data_of(response)
-    assert [json.loads(each)["prompt"] for each in data] == ["a", "b\n\ndata: c"]
-    assert end == "[DONE]"
-
-
 async def test_no_events_are_a_stream_that_ends() -> None:
     async def events() -> Events:
         for _ in ():
