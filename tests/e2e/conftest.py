@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from quire.models.source import demo_model_path
 from quire.routing.placement import PolicyConfig
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
+from tests.testing.thinking_model import run_thinking_stack
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
@@ -56,4 +58,24 @@ def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> I
     A test that stops or kills a process, or that needs other settings, starts a stack of its own.
     """
     with start_stack("llama") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def demo_stack() -> Iterator[RunningStack]:
+    """Run the demo model with the HTTP API, for all tests that leave it as it was."""
+    model = str(demo_model_path())
+    config = LocalStackConfig(
+        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
+        worker=WorkerConfig(role="decode", model=model, served_model_name="demo", dtype="float32"),
+        log_level="error",
+    )
+    with local_stack(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def thinking_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """Run the demo model with a template that reasons and calls tools, for tests that leave it as it was."""
+    with run_thinking_stack(tmp_path_factory.mktemp("thinking") / "demo") as running:
         yield running

@@ -8,10 +8,8 @@ from dataclasses import replace
 from itertools import takewhile
 from random import Random
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import Message
 from quire.kvindex import guarded_index
@@ -27,7 +25,7 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution import attempt
-from tests.testing.stacks import connect, wait_until_idle
+from tests.testing.stacks import connect, metric, wait_until_idle
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
 MAX_TOKENS = 16
@@ -39,6 +37,7 @@ WAIT_SECONDS = 20.0
 PLACING = PolicyConfig(policy=Policy.LOAD, local_prefill_tokens=0)
 """Idle workers have the same load, so chance decides between them."""
 SECRET = "secret"
+PUBLISHED = "quire_index_publish_entries_total"
 
 
 def pull_most(
@@ -121,20 +120,8 @@ async def published(stack: RunningStack, workers: dict[str, Any]) -> None:
         for name, stub in workers.items():
             while True:
                 load = await stub.GetLoad(worker_pb2.GetLoadRequest())
-                if not load.used_blocks and load.cached_blocks == await num_published(stack, name):
+                if not load.used_blocks and load.cached_blocks == metric(
+                    stack, name, PUBLISHED, op="publish"
+                ):
                     break
                 await asyncio.sleep(0.01)
-
-
-async def num_published(stack: RunningStack, name: str) -> float:
-    def read() -> str:
-        with urlopen(f"http://127.0.0.1:{stack.ready[name].metrics_port}/metrics") as page:
-            return str(page.read().decode())
-
-    families = text_string_to_metric_families(await asyncio.to_thread(read))
-    samples = [sample for family in families for sample in family.samples]
-    return sum(
-        s.value
-        for s in samples
-        if s.name == "quire_index_publish_entries_total" and s.labels["op"] == "publish"
-    )

@@ -47,7 +47,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def demo_stack() -> Iterator[RunningStack]:
+def bfloat16_stack() -> Iterator[RunningStack]:
     with local_stack(LocalStackConfig(router=RouterConfig(port=0), log_level="error")) as stack:
         yield stack
 
@@ -58,10 +58,10 @@ def reference() -> Reference:
 
 
 async def test_the_stack_answers_exactly_like_transformers(
-    demo_stack: RunningStack, reference: Reference
+    bfloat16_stack: RunningStack, reference: Reference
 ) -> None:
     examples = held_out(NUM_EXAMPLES, NUM_FACTS)
-    async with connect(demo_stack) as (client, workers):
+    async with connect(bfloat16_stack) as (client, workers):
         limit = asyncio.Semaphore(16)
 
         async def ask(example: Example) -> str:
@@ -80,9 +80,9 @@ async def test_the_stack_answers_exactly_like_transformers(
 
 
 async def test_chats_of_eight_turns_equal_transformers_token_for_token(
-    demo_stack: RunningStack, reference: Reference
+    bfloat16_stack: RunningStack, reference: Reference
 ) -> None:
-    async with connect(demo_stack) as (client, workers):
+    async with connect(bfloat16_stack) as (client, workers):
         for index in range(NUM_CHATS):
             rng = Random(2 * HELD_OUT_SEEDS + index)
             notes = sample_notes(rng, NUM_FACTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,8 +13,7 @@ from pydantic import BaseModel
 
 from quire.client import Client, Content, Reasoning, ToolCall
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import connect, kill_busy_worker
-from tests.testing.thinking_model import END_ID, thinking_stack
+from tests.testing.thinking_model import END_ID
 
 PARAMETERS = {
     "type": "object",
@@ -37,15 +35,11 @@ class City(BaseModel, extra="forbid"):
     city: bool
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with thinking_stack(tmp_path_factory.mktemp("thinking") / "demo") as running:
-        yield running
-
-
 @pytest.fixture
-def client(stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{stack.http_address}/v1", api_key="none", max_retries=0) as client:
+def client(thinking_stack: RunningStack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://{thinking_stack.http_address}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -122,7 +116,7 @@ def test_openais_helpers_read_calls_and_objects(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**{**asked, "messages": answered}).choices[0].message.role
 
 
-def test_the_python_client_has_typed_pieces(stack: RunningStack) -> None:
+def test_the_python_client_has_typed_pieces(thinking_stack: RunningStack) -> None:
     asked: Any = {
         "seed": 1,
         "max_tokens": 200,
@@ -134,7 +128,7 @@ def test_the_python_client_has_typed_pieces(stack: RunningStack) -> None:
         "template_arguments": {"thinks": True},
         "logit_bias": {END_ID: 100.0},
     }
-    with Client(stack.address) as client:
+    with Client(thinking_stack.address) as client:
         whole = client.chat(MESSAGES, **asked)
         [answer] = whole.choices
         [call] = answer.tool_calls
@@ -150,34 +144,3 @@ def test_the_python_client_has_typed_pieces(stack: RunningStack) -> None:
         said: Any = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
         said.append({"role": "tool", "content": "noon", "tool_call_id": call.id})
         assert client.detokenize(client.tokenize(said)).count(call.id) == 1
-
-
-async def test_a_call_survives_the_worker_that_writes_it(tmp_path: Path) -> None:
-    text = {"type": "string", "minLength": 1000, "maxLength": 1100}
-    parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}
-    function = {"name": "write", "parameters": parameters, "strict": True}
-    asked: Any = {
-        "seed": 3,
-        "max_tokens": 2000,
-        "parse": True,
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": "required",
-        "single_call": True,
-        "template_arguments": {"enable_thinking": False},
-    }
-    with thinking_stack(tmp_path / "demo", num_decode=2) as stack:
-        async with connect(stack) as (client, workers):
-            whole = await client.chat(MESSAGES, **asked)
-            pieces, has_killed = [], False
-            async for delta in client.stream(MESSAGES, **asked):
-                pieces += [piece for piece in delta.pieces if isinstance(piece, ToolCall)]
-                if len("".join(piece.arguments for piece in pieces)) > 30 and not has_killed:
-                    has_killed = True
-                    await kill_busy_worker(stack, workers)
-                usage = delta.usage
-    [call] = whole.choices[0].tool_calls
-    assert "".join(piece.arguments for piece in pieces) == call.arguments
-    assert [(piece.id, piece.name) for piece in pieces if piece.name] == [(call.id, "write")]
-    assert usage is not None
-    assert usage.retries == 1
-    assert usage.completion_tokens == whole.usage.completion_tokens

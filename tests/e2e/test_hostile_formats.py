@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,8 @@ import aiohttp
 import pytest
 
 from quire.client import InvalidRequest
-from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
-from quire.services.worker.config import WorkerConfig
+from quire.services.local.stack import RunningStack
 from tests.testing.stacks import connect, wait_until_idle
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3500)) + 'r3500: "a"\n'
@@ -28,32 +23,19 @@ AMBIGUOUS = 'start: a+\na: b | c | d\nb: a "x"? | "x" a | "x"\nc: b a | "x" b\nd
 """Every text of x has very many derivations: 20 tokens are more than the parser's rows hold."""
 
 
-@pytest.fixture(scope="module")
-def stack() -> Iterator[RunningStack]:
-    config = LocalStackConfig(
-        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
-        worker=WorkerConfig(
-            role="decode", model=str(demo_model_path()), served_model_name="demo", dtype="float32"
-        ),
-        log_level="error",
-    )
-    with local_stack(config) as running:
-        yield running
-
-
 def memory(process: BaseProcess) -> int:
     """Return how many MiB a process holds."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS"))
 
 
-async def test_hostile_formats_end_no_worker(stack: RunningStack) -> None:
-    async with connect(stack) as (client, workers):
+async def test_hostile_formats_end_no_worker(demo_stack: RunningStack) -> None:
+    async with connect(demo_stack) as (client, workers):
         before = {
             name: (await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch
             for name, stub in workers.items()
         }
-        used = {name: memory(worker.process) for name, worker in stack.workers.items()}
+        used = {name: memory(worker.process) for name, worker in demo_stack.workers.items()}
         every_kind: list[dict[str, Any]] = [
             {"grammar": CHAIN},
             {"grammar": SHORT_CHAIN},
@@ -73,12 +55,12 @@ async def test_hostile_formats_end_no_worker(stack: RunningStack) -> None:
         for name, stub in workers.items():
             info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
             assert info.epoch == before[name]
-            assert memory(stack.workers[name].process) < used[name] + 120
+            assert memory(demo_stack.workers[name].process) < used[name] + 120
         await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("depth", [200, 3_000])
-async def test_a_schema_that_nests_deeply_is_a_clients_mistake(stack: RunningStack, depth: int) -> None:
+async def test_a_schema_that_nests_deeply_is_a_clients_mistake(demo_stack: RunningStack, depth: int) -> None:
     schema = '{"items":' * depth + "{}" + "}" * depth
     form = '{"type":"json_schema","json_schema":{"name":"x","schema":' + schema + "}}"
     body = (
@@ -89,7 +71,7 @@ async def test_a_schema_that_nests_deeply_is_a_clients_mistake(stack: RunningSta
     async with (
         aiohttp.ClientSession() as session,
         session.post(
-            f"http://{stack.http_address}/v1/chat/completions",
+            f"http://{demo_stack.http_address}/v1/chat/completions",
             data=body,
             headers={"Content-Type": "application/json"},
         ) as response,
@@ -99,9 +81,9 @@ async def test_a_schema_that_nests_deeply_is_a_clients_mistake(stack: RunningSta
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_an_answer_that_breaks_off_is_an_error(stack: RunningStack, n: int) -> None:
+async def test_an_answer_that_breaks_off_is_an_error(demo_stack: RunningStack, n: int) -> None:
     wanted: dict[str, Any] = {"temperature": 0.0, "logit_bias": {1: -100.0}, "max_tokens": 100, "n": n}
-    async with connect(stack) as (client, workers):
+    async with connect(demo_stack) as (client, workers):
         epochs = {
             name: (await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch
             for name, stub in workers.items()
@@ -112,7 +94,7 @@ async def test_an_answer_that_breaks_off_is_an_error(stack: RunningStack, n: int
             async for delta in client.stream("Say a.", grammar=AMBIGUOUS, **wanted):
                 assert delta.finish_reason is None
         for stream in (False, True):
-            text = await _complete(stack, stream=stream, n=n)
+            text = await _complete(demo_stack, stream=stream, n=n)
             assert "cannot be continued after" in text
             assert '"finish_reason":"stop"' not in text.replace(" ", "")
         answer = await client.generate("Say a.", max_tokens=8, regex="a{1,3}")
@@ -123,7 +105,7 @@ async def test_an_answer_that_breaks_off_is_an_error(stack: RunningStack, n: int
         await wait_until_idle(workers)
 
 
-async def _complete(stack: RunningStack, *, stream: bool, n: int) -> str:
+async def _complete(demo_stack: RunningStack, *, stream: bool, n: int) -> str:
     body = {
         "model": "demo",
         "prompt": "Say a.",
@@ -136,7 +118,7 @@ async def _complete(stack: RunningStack, *, stream: bool, n: int) -> str:
     }
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"http://{stack.http_address}/v1/completions", json=body) as response,
+        session.post(f"http://{demo_stack.http_address}/v1/completions", json=body) as response,
     ):
         assert response.status == (200 if stream else 400)
         return await response.text()

@@ -8,16 +8,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient
 from quire.client.admin import AdminClient
 from quire.services.local.stack import RunningStack
 from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_MISSING_BLOCKS
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 
 WAIT_SECONDS = 120.0
 ENDLESS = 16_000
@@ -78,19 +76,10 @@ class Answer:
         assert [tokens[: self.num_tokens] for tokens in self.tokens.values()] == expected
 
 
-def counted(stack: RunningStack, name: str, metric: str) -> float:
-    """Return the sum of a worker's metric over its labels."""
-    url = f"http://127.0.0.1:{stack.ready[name].metrics_port}/metrics"
-    with urlopen(url, timeout=WAIT_SECONDS) as response:
-        text = response.read().decode()
-    samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
-    return sum(sample.value for sample in samples if sample.name == metric)
-
-
 def num_computed(stack: RunningStack, name: str) -> tuple[float, float]:
     """Return how many tokens a worker has computed, and in how many steps."""
-    steps = counted(stack, name, "quire_step_tokens_count")
-    return counted(stack, name, "quire_step_tokens_sum"), steps
+    steps = metric(stack, name, "quire_step_tokens_count")
+    return metric(stack, name, "quire_step_tokens_sum"), steps
 
 
 async def test_answers_of_all_kinds_move(start_long: Callable[..., Any]) -> None:

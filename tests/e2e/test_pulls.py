@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from itertools import count
 from typing import Any
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.protos import inference_pb2, worker_pb2
 from quire.protos import kvtransfer_pb2 as pb
+from quire.protos import worker_pb2
 from quire.protos.kvtransfer_pb2_grpc import (
     KvPullServiceServicer,
     KvPullServiceStub,
@@ -22,13 +21,12 @@ from quire.protos.kvtransfer_pb2_grpc import (
 from quire.rpc.cluster_proof import RequireProof
 from quire.rpc.server import Service, grpc_server
 from quire.services.local.stack import RunningStack
-from tests.testing.decodes import decoding
+from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 WAIT_SECONDS = 20.0
 LENGTH = 400
 NUM_FULL = (LENGTH - 1) // 16
-_names = count()
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +36,6 @@ def cluster(start_stack: StartStack) -> Iterator[RunningStack]:
         yield running
 
 
-def sequence_of(prompt: list[int]) -> worker_pb2.Sequence:
-    return worker_pb2.Sequence(
-        sequence_id=f"pull-{next(_names)}",
-        token_ids=prompt,
-        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
-        stopping=inference_pb2.StoppingParams(max_tokens=64, ignore_eos=True),
-    )
-
-
-async def prefill(stub: Any, prompt: list[int], **fields: Any) -> worker_pb2.PrefillResponse:
-    """Compute a prompt and leave its blocks in the worker's cache."""
-    request = worker_pb2.PrefillRequest(sequence=sequence_of(prompt), **fields)
-    call = stub.Prefill(request, timeout=WAIT_SECONDS)
-    responses: list[worker_pb2.PrefillResponse] = [message async for message in call]
-    assert len(responses) == 1
-    return responses[0]
-
-
-async def holding(
-    stack: RunningStack, workers: dict[str, Any], name: str, **fields: Any
-) -> worker_pb2.PullSource:
-    """Return a worker as the source of the whole prompt's blocks."""
-    info = await workers[name].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
-    values = {"address": stack.ready[name].address, "epoch": info.epoch, "num_blocks": NUM_FULL + 1}
-    return worker_pb2.PullSource(**{**values, **fields})
-
-
 def first_token(response: worker_pb2.PrefillResponse) -> int:
     return response.tokens[0].token_id
 
@@ -72,13 +43,13 @@ def first_token(response: worker_pb2.PrefillResponse) -> int:
 async def test_a_prompt_moves_to_another_prefill_worker(cluster: RunningStack, expected: Any) -> None:
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=1)
-        await prefill(workers["prefill-0"], prompt)
-        source = await holding(cluster, workers, "prefill-0")
-        response = await prefill(workers["prefill-1"], prompt, pull_from=source)
+        await prefill(workers["prefill-0"], make_sequence(prompt))
+        source = await pull_source(workers["prefill-0"], NUM_FULL + 1)
+        response = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
         assert first_token(response) == expected("llama", prompt)[0]
         assert (response.pulled.num_blocks, response.pulled.failure) == (NUM_FULL, "")
         assert response.num_cached_tokens == NUM_FULL * 16
-        again = await prefill(workers["prefill-1"], prompt, pull_from=source)
+        again = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
         assert again.pulled.num_blocks == 0
         await wait_until_idle(workers)
 
@@ -88,9 +59,9 @@ async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
 ) -> None:
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=2)
-        await prefill(workers["prefill-0"], prompt)
+        await prefill(workers["prefill-0"], make_sequence(prompt))
         request = worker_pb2.DecodeRequest(
-            sequence=sequence_of(prompt), pull_from=await holding(cluster, workers, "prefill-0")
+            sequence=make_sequence(prompt), pull_from=await pull_source(workers["prefill-0"], NUM_FULL + 1)
         )
         async with decoding(workers["decode-0"], request) as decode:
             assert await decode.token_ids() == expected("llama", prompt)
@@ -103,13 +74,13 @@ async def test_a_decode_worker_pulls_the_prompt_from_a_prefill_worker(
 async def test_blocks_evicted_since_the_look_up_are_computed(cluster: RunningStack, expected: Any) -> None:
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=3)
-        await prefill(workers["prefill-0"], prompt[:161])
-        source = await holding(cluster, workers, "prefill-0")
-        response = await prefill(workers["prefill-1"], prompt, pull_from=source)
+        await prefill(workers["prefill-0"], make_sequence(prompt[:161]))
+        source = await pull_source(workers["prefill-0"], NUM_FULL + 1)
+        response = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
         assert first_token(response) == expected("llama", prompt)[0]
         assert response.pulled.num_blocks == 10
         nothing = make_prompt(LENGTH, seed=4)
-        response = await prefill(workers["prefill-1"], nothing, pull_from=source)
+        response = await prefill(workers["prefill-1"], make_sequence(nothing), pull_from=source)
         assert first_token(response) == expected("llama", nothing)[0]
         assert response.pulled.num_blocks == 0
         await wait_until_idle(workers)
@@ -118,13 +89,13 @@ async def test_blocks_evicted_since_the_look_up_are_computed(cluster: RunningSta
 async def test_a_restarted_or_absent_peer_is_done_without(cluster: RunningStack, expected: Any) -> None:
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=5)
-        await prefill(workers["prefill-0"], prompt)
-        stale = await holding(cluster, workers, "prefill-0", epoch="of before")
-        response = await prefill(workers["prefill-1"], prompt[:200], pull_from=stale)
+        await prefill(workers["prefill-0"], make_sequence(prompt))
+        stale = await pull_source(workers["prefill-0"], NUM_FULL + 1, epoch="of before")
+        response = await prefill(workers["prefill-1"], make_sequence(prompt[:200]), pull_from=stale)
         assert first_token(response) == expected("llama", prompt[:200])[0]
         assert (response.pulled.num_blocks, response.pulled.failure) == (0, "unavailable")
-        absent = await holding(cluster, workers, "prefill-0", address="127.0.0.1:1")
-        response = await prefill(workers["prefill-1"], prompt, pull_from=absent)
+        absent = await pull_source(workers["prefill-0"], NUM_FULL + 1, address="127.0.0.1:1")
+        response = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=absent)
         assert first_token(response) == expected("llama", prompt)[0]
         assert response.pulled.failure == "unavailable"
         await wait_until_idle(workers)
@@ -205,10 +176,10 @@ async def test_a_pull_that_fails_midway_keeps_the_verified_blocks(
 ) -> None:
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=seed)
-        await prefill(workers["prefill-0"], prompt)
+        await prefill(workers["prefill-0"], make_sequence(prompt))
         async with relayed(cluster, "prefill-0", fault) as address:
-            source = await holding(cluster, workers, "prefill-0", address=address, timeout_ms=1000)
-            response = await prefill(workers["prefill-1"], prompt, pull_from=source)
+            source = await pull_source(workers["prefill-0"], NUM_FULL + 1, address=address, timeout_ms=1000)
+            response = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
             assert first_token(response) == expected("llama", prompt)[0]
             assert response.pulled.failure in failures
             assert response.pulled.num_blocks == 3
@@ -226,10 +197,10 @@ async def test_no_block_is_pulled_through_an_intermediary_without_the_secret(
 
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=15)
-        await prefill(workers["prefill-0"], prompt)
+        await prefill(workers["prefill-0"], make_sequence(prompt))
         async with relayed(cluster, "prefill-0", ask, knows_secret=False) as address:
-            source = await holding(cluster, workers, "prefill-0", address=address)
-            response = await prefill(workers["prefill-1"], prompt, pull_from=source)
+            source = await pull_source(workers["prefill-0"], NUM_FULL + 1, address=address)
+            response = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
         assert first_token(response) == expected("llama", prompt)[0]
         assert (response.pulled.num_blocks, response.pulled.failure) == (0, "unauthenticated")
         assert asked == []
@@ -245,10 +216,10 @@ async def test_an_aborted_request_gives_its_pull_up(cluster: RunningStack) -> No
 
     async with connect(cluster) as (_, workers):
         prompt = make_prompt(LENGTH, seed=20)
-        await prefill(workers["prefill-0"], prompt)
+        await prefill(workers["prefill-0"], make_sequence(prompt))
         async with relayed(cluster, "prefill-0", wait) as address:
-            source = await holding(cluster, workers, "prefill-0", address=address)
-            request = worker_pb2.PrefillRequest(sequence=sequence_of(prompt), pull_from=source)
+            source = await pull_source(workers["prefill-0"], NUM_FULL + 1, address=address)
+            request = worker_pb2.PrefillRequest(sequence=make_sequence(prompt), pull_from=source)
             call = workers["prefill-1"].Prefill(request, timeout=WAIT_SECONDS)
             await asyncio.wait_for(is_pulling.wait(), WAIT_SECONDS)
             load = await workers["prefill-1"].GetLoad(worker_pb2.GetLoadRequest())
@@ -266,7 +237,7 @@ async def test_the_router_lets_a_prefill_worker_pull_what_a_decode_worker_holds(
         # How soon the index hears of blocks is not known here: one of several prompts is pulled at least.
         for seed in range(40, 60):
             prompt = make_prompt(LENGTH + 40, seed=seed)
-            warm = worker_pb2.DecodeRequest(sequence=sequence_of(prompt[:LENGTH]))
+            warm = worker_pb2.DecodeRequest(sequence=make_sequence(prompt[:LENGTH]))
             async with decoding(workers["decode-0"], warm) as decode:
                 await decode.outputs()
             answer = await client.generate(prompt, temperature=0.0, ignore_eos=True, max_tokens=64)
@@ -284,7 +255,7 @@ async def test_the_owners_death_during_pulls(cluster: RunningStack, expected: An
     async with connect(cluster) as (_, workers):
         prompts = [make_prompt(LENGTH, seed=30 + index) for index in range(4)]
         for prompt in prompts:
-            await prefill(workers["prefill-0"], prompt)
+            await prefill(workers["prefill-0"], make_sequence(prompt))
         owner = cluster.workers["prefill-0"].process
 
         async def kill(frame: pb.BlockFrame, context: Any) -> None:
@@ -293,9 +264,12 @@ async def test_the_owners_death_during_pulls(cluster: RunningStack, expected: An
             await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
         async with relayed(cluster, "prefill-0", kill) as address:
-            source = await holding(cluster, workers, "prefill-0", address=address)
+            source = await pull_source(workers["prefill-0"], NUM_FULL + 1, address=address)
             responses = await asyncio.gather(
-                *(prefill(workers["prefill-1"], prompt, pull_from=source) for prompt in prompts)
+                *(
+                    prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
+                    for prompt in prompts
+                )
             )
         for prompt, response in zip(prompts, responses, strict=True):
             assert first_token(response) == expected("llama", prompt)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import Client
 from quire.services.local.stack import RunningStack
-from tests.testing.thinking_model import thinking_stack
 
 SCHEMA: Any = {
     "type": "object",
@@ -37,12 +36,6 @@ class Answer(NamedTuple):
     num_prompt: int
     num_cached: int
     num_answer: int
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with thinking_stack(tmp_path_factory.mktemp("thinking") / "demo") as running:
-        yield running
 
 
 def by_grpc(stack: RunningStack, *, calls: bool) -> Answer:
@@ -138,7 +131,8 @@ DOORS: list[Callable[..., Answer]] = [by_grpc, by_chat, by_responses, by_message
 
 
 @pytest.mark.parametrize("calls", [False, True], ids=["text", "call"])
-def test_all_apis_give_the_same_tokens_and_counts(stack: RunningStack, calls: bool) -> None:
+def test_all_apis_give_the_same_tokens_and_counts(thinking_stack: RunningStack, calls: bool) -> None:
+    stack = thinking_stack
     before = counted(stack)
     answers = [door(stack, calls=calls) for door in DOORS]
     first, *others = answers

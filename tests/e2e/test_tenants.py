@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ import trustme
 
 from quire.client import AsyncClient, GenerationOptions, Tls, Unavailable
 from quire.client.admin import AdminClient
-from quire.protos import inference_pb2, worker_pb2
+from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.rpc.proof import Peer
 from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
-from tests.testing.decodes import decoding
+from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import make_prompt
 
 SECRET = "the secret of this cluster"
@@ -33,7 +32,6 @@ NUM_FULL = (LENGTH - 1) // 16
 HIT = LENGTH - 1
 """Cached tokens of a prompt that was seen before: the last one is computed, for its logits."""
 WAIT_SECONDS = 20.0
-_names = count()
 
 
 @dataclass(frozen=True)
@@ -139,16 +137,6 @@ async def test_the_same_prompt_of_another_tenant_finds_nothing(secured: Secured,
 
 async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured) -> None:
     prompt = make_prompt(LENGTH, seed=3)
-
-    def sequence(scope: worker_pb2.CacheScope) -> worker_pb2.Sequence:
-        return worker_pb2.Sequence(
-            sequence_id=f"tenant-{next(_names)}",
-            token_ids=prompt,
-            sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
-            stopping=inference_pb2.StoppingParams(max_tokens=1, ignore_eos=True),
-            cache_scope=scope,
-        )
-
     acme, globex, salted = (
         worker_pb2.CacheScope(tenant="acme"),
         worker_pb2.CacheScope(tenant="globex"),
@@ -156,14 +144,11 @@ async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured) -> None:
     )
     async with secured.worker("prefill-0") as p, secured.worker("decode-0") as d:
         holder, taker = WorkerServiceStub(p), WorkerServiceStub(d)
-        info = await holder.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
-        async for _ in holder.Prefill(worker_pb2.PrefillRequest(sequence=sequence(acme))):
-            pass
-        source = worker_pb2.PullSource(
-            address=secured.stack.ready["prefill-0"].address, epoch=info.epoch, num_blocks=NUM_FULL
-        )
+        await prefill(holder, make_sequence(prompt, cache_scope=acme))
+        source = await pull_source(holder, NUM_FULL)
         for scope, num_pulled in ((globex, 0), (salted, 0), (acme, NUM_FULL)):
-            request = worker_pb2.DecodeRequest(sequence=sequence(scope), pull_from=source)
+            sequence = make_sequence(prompt, max_tokens=1, cache_scope=scope)
+            request = worker_pb2.DecodeRequest(sequence=sequence, pull_from=source)
             async with decoding(taker, request) as decode:
                 await decode.outputs()
             assert decode.accepted.accepted.pulled.num_blocks == num_pulled

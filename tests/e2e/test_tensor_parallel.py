@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count, permutations
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
-from tests.testing.decodes import decoding
+from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill, pull_source
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 SIZES = {"prefill-0": 1, "prefill-1": 3, "decode-0": 2, "decode-1": 4}
@@ -29,7 +29,6 @@ PAIRS = list(permutations(SIZES, 2))
 HEADS = {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 LENGTH, NUM_NEW, NUM_FULL = 200, 24, 12
 WAIT_SECONDS = 60.0
-_names = count()
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +71,14 @@ def stack(start: Callable[..., Any]) -> Iterator[RunningStack]:
         yield running
 
 
-def sequence_of(prompt: list[int], max_tokens: int = NUM_NEW) -> worker_pb2.Sequence:
-    return worker_pb2.Sequence(
-        sequence_id=f"ranks-{next(_names)}",
-        token_ids=prompt,
-        logprobs=2,
-        sampling=inference_pb2.SamplingParams(temperature=0.8, top_p=1.0, seed=3),
-        stopping=inference_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
-    )
+def sequence_of(prompt: list[int]) -> worker_pb2.Sequence:
+    sampling = inference_pb2.SamplingParams(temperature=0.8, top_p=1.0, seed=3)
+    return make_sequence(prompt, NUM_NEW, sampling=sampling, logprobs=2)
 
 
-def answer_of(messages: list[Any]) -> list[Any]:
+def bits_of(tokens: list[worker_pb2.SampledToken]) -> list[Any]:
     """Return the tokens and the exact logprobs of the best ones."""
-    tokens = [token for each in messages for token in each.tokens]
     return [(token.token_id, token.logprobs.SerializeToString(deterministic=True)) for token in tokens]
-
-
-async def disaggregated(
-    workers: dict[str, Any], prefill: str, decode: str, prompt: list[int], **fields: Any
-) -> tuple[list[Any], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
-    """Let two workers answer: the one computes the prompt and pushes its blocks to the other."""
-    sequence = sequence_of(prompt)
-    request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
-    async with decoding(workers[decode], request) as begun:
-        accepted = begun.accepted.accepted
-        pushing = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket, **fields)
-        prefilled = [m async for m in workers[prefill].Prefill(pushing, timeout=WAIT_SECONDS)]
-        return answer_of([*prefilled, *await begun.outputs()]), accepted, prefilled[0]
 
 
 async def local(
@@ -107,12 +87,8 @@ async def local(
     """Let a decode worker compute the prompt, too."""
     request = worker_pb2.DecodeRequest(sequence=sequence_of(prompt), **fields)
     async with decoding(workers[name], request) as begun:
-        return answer_of(await begun.outputs()), begun.accepted.accepted
-
-
-async def source(stack: RunningStack, workers: dict[str, Any], name: str) -> worker_pb2.PullSource:
-    info = await workers[name].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
-    return worker_pb2.PullSource(address=stack.ready[name].address, epoch=info.epoch, num_blocks=NUM_FULL + 1)
+        tokens = [token for output in await begun.outputs() for token in output.tokens]
+        return bits_of(tokens), begun.accepted.accepted
 
 
 def ranks_of(stack: RunningStack, name: str) -> list[int]:
@@ -138,44 +114,39 @@ async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> None:
             await asyncio.sleep(0.02)
 
 
+async def answered(
+    workers: dict[str, Any], prefill: str, decode: str, prompt: list[int]
+) -> tuple[list[Any], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
+    """Let two workers answer: the one computes the prompt and pushes its blocks to the other."""
+    tokens, accepted, computed = await disaggregated(workers[prefill], workers[decode], sequence_of(prompt))
+    return bits_of(tokens), accepted, computed
+
+
 async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack) -> None:
-    """Prompts that no worker knows, that both know, and that the decode worker knows."""
-    async with connect(stack) as (_, workers):
-        for seed, length in ((1, LENGTH), (2, 37)):
-            prompt = make_prompt(length, seed=seed)
-            expected, _ = await local(workers, "prefill-0", prompt)
-            assert len(expected) == NUM_NEW
-            for prefill, decode in PAIRS:
-                given, _, _ = await disaggregated(workers, prefill, decode, prompt)
-                assert given == expected, (prefill, decode)
-                again, _, computed = await disaggregated(workers, prefill, decode, prompt)
-                assert again == expected, (prefill, decode)
-                # A worker that has decoded the answer also has the block with the prompt's last tokens.
-                assert computed.num_cached_tokens >= (length - 1) // 16 * 16
-        await wait_until_idle(workers)
-
-
-async def test_every_pair_of_workers_pushes_a_whole_prompt(stack: RunningStack) -> None:
-    """Each pair has a prompt of its own, which the one computes and the other knows nothing of."""
+    """Each pair has a prompt of its own, which neither worker knows at first, and both know later."""
     async with connect(stack) as (_, workers):
         for seed, (prefill, decode) in enumerate(PAIRS, start=100):
-            prompt = make_prompt(60, seed=seed)
-            given, accepted, computed = await disaggregated(workers, prefill, decode, prompt)
+            prompt = make_prompt(LENGTH if seed % 2 else 37, seed=seed)
+            given, accepted, computed = await answered(workers, prefill, decode, prompt)
             assert (accepted.num_cached_tokens, computed.num_cached_tokens) == (0, 0)
+            again, _, computed = await answered(workers, prefill, decode, prompt)
+            # A worker that has decoded the answer also has the block with the prompt's last tokens.
+            assert computed.num_cached_tokens >= (len(prompt) - 1) // 16 * 16
             other = next(name for name in SIZES if name not in (prefill, decode))
-            assert given == (await local(workers, other, prompt))[0], (prefill, decode)
+            expected, _ = await local(workers, other, prompt)
+            assert given == again == expected, (prefill, decode)
+            assert len(expected) == NUM_NEW
         await wait_until_idle(workers)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-async def test_workers_of_the_same_size_push_to_each_other(start: Callable[..., Any], size: int) -> None:
-    with start({"prefill-0": size, "decode-0": size}) as stack:
+async def test_workers_of_the_same_size_push_to_each_other(start: Callable[..., Any]) -> None:
+    with start({"prefill-0": 2, "decode-0": 2}) as stack:
         async with connect(stack) as (_, workers):
             prompts = [make_prompt(length, seed=300) for length in (60, 200)]
             for prompt in prompts:
-                given, accepted, _ = await disaggregated(workers, "prefill-0", "decode-0", prompt)
+                given, accepted, _ = await answered(workers, "prefill-0", "decode-0", prompt)
                 assert accepted.num_cached_tokens == 0
-                again, accepted, computed = await disaggregated(workers, "decode-0", "prefill-0", prompt)
+                again, accepted, computed = await answered(workers, "decode-0", "prefill-0", prompt)
                 assert again == given
                 assert accepted.num_cached_tokens
                 assert computed.num_cached_tokens
@@ -193,7 +164,7 @@ async def test_more_ranks_than_key_value_heads(
             for seed, (prefill, decode) in enumerate(permutations(sizes, 2), start=200):
                 prompt = make_prompt(60, seed=seed)
                 [other] = sizes.keys() - {prefill, decode}
-                given, _, _ = await disaggregated(workers, prefill, decode, prompt)
+                given, _, _ = await answered(workers, prefill, decode, prompt)
                 assert given == (await local(workers, other, prompt))[0], (prefill, decode)
             await wait_until_idle(workers)
 
@@ -203,7 +174,7 @@ async def test_the_beginning_of_a_prompt_comes_from_workers_of_both_sizes(stack:
         for seed, (prefill, decode) in enumerate(PAIRS, start=10):
             prompt = make_prompt(LENGTH, seed=seed)
             await local(workers, decode, prompt[:100])
-            given, accepted, _ = await disaggregated(workers, prefill, decode, prompt)
+            given, accepted, _ = await answered(workers, prefill, decode, prompt)
             assert accepted.num_cached_tokens == 96
             other = next(name for name in SIZES if name not in (prefill, decode))
             assert given == (await local(workers, other, prompt))[0]
@@ -216,9 +187,9 @@ async def test_blocks_are_pulled_from_a_peer_of_another_size(
 ) -> None:
     async with connect(stack) as (_, workers):
         prompt = make_prompt(LENGTH, seed=300 + 10 * SIZES[owner] + SIZES[taker])
-        call = workers[owner].Prefill(worker_pb2.PrefillRequest(sequence=sequence_of(prompt)))
-        assert [message async for message in call]
-        given, accepted = await local(workers, taker, prompt, pull_from=await source(stack, workers, owner))
+        await prefill(workers[owner], sequence_of(prompt))
+        source = await pull_source(workers[owner], NUM_FULL + 1)
+        given, accepted = await local(workers, taker, prompt, pull_from=source)
         assert (accepted.pulled.num_blocks, accepted.pulled.failure) == (NUM_FULL, "")
         other = next(name for name in SIZES if name not in (owner, taker))
         assert given == (await local(workers, other, prompt))[0]
@@ -235,7 +206,7 @@ async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None
     return tokens
 
 
-@pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
+@pytest.mark.parametrize("victim", ["worker", "stopped rank"])
 async def test_answers_continue_on_a_worker_of_another_size(start: Callable[..., Any], victim: str) -> None:
     sizes = {"prefill-0": 2, "decode-0": 2, "decode-1": 1}
     with start(sizes, num_blocks=512, max_model_len=500) as stack:
@@ -253,15 +224,16 @@ async def test_answers_continue_on_a_worker_of_another_size(start: Callable[...,
             # The first token of an answer comes from the prefill worker.
             while not (await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).num_running:
                 await asyncio.sleep(0.001)
-            sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
-            os.kill(worker if victim == "worker" else ranks[0], sent)
+            if victim == "worker":
+                os.kill(worker, signal.SIGKILL)
+            else:
+                os.kill(ranks[0], signal.SIGSTOP)
             await ended([*ranks, worker])
             assert await asyncio.gather(*answers) == expected
 
 
-@pytest.mark.parametrize("victim", ["worker", "rank"])
 async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_push(
-    start: Callable[..., Any], victim: str
+    start: Callable[..., Any],
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}
     with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="messages") as stack:
@@ -274,21 +246,20 @@ async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_pus
             while not (load := await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
                 await asyncio.sleep(0.001)
             assert load.num_transferring, "the push has ended too soon"
-            os.kill(worker if victim == "worker" else ranks[0], signal.SIGKILL)
+            os.kill(ranks[0], signal.SIGKILL)
             tokens = list((await asking).token_ids)
             await ended([*ranks, worker])
             assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
             await wait_until_idle({"decode-0": workers["decode-0"]})
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any], sent: signal.Signals) -> None:
+async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any]) -> None:
     with start({"decode-0": 2, "decode-1": 1}) as stack:
         async with connect(stack) as (client, _):
             [rank] = ranks_of(stack, "decode-0")
             worker = stack.workers["decode-0"].process.pid
             assert worker is not None
-            os.kill(rank, sent)
+            os.kill(rank, signal.SIGKILL)
             await ended([rank, worker])
             response = await client.generate(make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
             assert len(response.token_ids) == 4

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from quire.services.local.stack import RunningStack
 from quire.services.worker.config import DiskFolder
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 
 BLOCK_BYTES = 3 * 2 * 2 * 16 * 32 * 4
 LENGTH, NUM_NEW, NUM_FULL = 330, 64, 20
-WAIT_SECONDS = 20.0
-
-
-async def samples(stack: RunningStack, worker: str, name: str) -> dict[str, float]:
-    """Return a metric's values by their only label."""
-    url = f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics"
-
-    def read() -> str:
-        with urllib.request.urlopen(url, timeout=10) as page:
-            text: str = page.read().decode()
-            return text
-
-    return {
-        next(iter(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(await asyncio.to_thread(read))
-        for sample in family.samples
-        if sample.name == name
-    }
 
 
 async def test_the_same_tokens_from_every_tier_and_after_a_restart(
@@ -55,15 +33,20 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
                 is_first = number in (0, 2, 3, 4)
                 assert answer.usage.cached_prompt_tokens == (0 if is_first else NUM_FULL * 16)
                 await wait_until_idle(workers)
-            hits = await samples(stack, "prefill-0", "quire_cache_tier_hits_total")
+            hits = {
+                tier: metric(stack, "prefill-0", "quire_cache_tier_hits_total", tier=tier)
+                for tier in ("pool", "host", "disk")
+            }
             assert hits["pool"] >= NUM_FULL
             assert hits["disk"] >= NUM_FULL
             assert hits["pool"] + hits["host"] + hits["disk"] == 5 * NUM_FULL
-            by_source = await samples(stack, "prefill-0", "quire_prefix_cache_hits_total")
+            by_source = {
+                source: metric(stack, "prefill-0", "quire_prefix_cache_hits_total", source=source)
+                for source in ("own", "tier", "peer")
+            }
             num_tier = int(hits["host"] + hits["disk"])
             assert by_source == {"own": (5 * NUM_FULL - num_tier) * 16, "tier": num_tier * 16, "peer": 0}
-            errors = await samples(stack, "prefill-0", "quire_cache_tier_disk_errors_total")
-            assert errors == {"read": 0, "write": 0, "truncated": 0, "corrupt": 0}
+            assert metric(stack, "prefill-0", "quire_cache_tier_disk_errors_total") == 0
     with start_stack("llama", **settings) as stack:
         async with connect(stack) as (client, workers):
             cached = 0

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import aiohttp
 import grpc
@@ -24,7 +23,7 @@ from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.router.tenants.token_bucket import TokenBucket
-from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.stacks import connect, make_prompt, metric, wait_until_idle
 from tests.testing.until import until
 
 LENGTH, NUM_NEW, MANY = 40, 12, 400
@@ -68,24 +67,16 @@ class Meter:
         """Return a counter of the router."""
         return self.running.metrics.registry.get_sample_value(name) or 0.0
 
-    async def ran(self) -> float:
+    def ran(self) -> float:
         """Return how many tokens the workers' models have run."""
-        return await asyncio.to_thread(self._ran)
-
-    def _ran(self) -> float:
-        total = 0.0
-        for worker in self.stack.ready.values():
-            with urlopen(f"http://127.0.0.1:{worker.metrics_port}/metrics", timeout=SECONDS) as page:
-                lines = page.read().decode().splitlines()
-            total += sum(float(line.split()[-1]) for line in lines if line.startswith(RAN))
-        return total
+        return sum(metric(self.stack, name, RAN) for name in self.stack.ready)
 
     async def begin(self) -> None:
         """Count from now on, once no worker has anything left to do."""
         async with connect(self.stack) as (_, workers):
             await wait_until_idle(workers)
         self.charges.clear()
-        self.ran_before = await self.ran()
+        self.ran_before = self.ran()
 
     async def until_charged(self, num_tokens: int) -> None:
         await until(lambda: self.charged >= num_tokens)
@@ -95,7 +86,7 @@ class Meter:
         async with connect(self.stack) as (_, workers), asyncio.timeout(SECONDS):
             while True:
                 await wait_until_idle(workers)
-                if (rest := self.charged - int(await self.ran() - self.ran_before)) == expected:
+                if (rest := self.charged - int(self.ran() - self.ran_before)) == expected:
                     return rest
                 await asyncio.sleep(0.02)
 

@@ -19,10 +19,10 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import block_hash
-from quire.protos import inference_pb2, worker_pb2
+from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.local.stack import RunningStack
-from tests.testing.decodes import decoding
+from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 Expected = Callable[[str, list[int]], list[int]]
@@ -87,15 +87,6 @@ async def test_a_window_is_all_that_is_held_and_shipped(start_stack: StartStack,
             await wait_until_idle(workers)
 
 
-@pytest.mark.parametrize("budget", [16, 100])
-async def test_prefill_in_chunks(budget: int, start_stack: StartStack, expected: Expected) -> None:
-    with start_stack("llama", max_num_seqs=16, max_num_batched_tokens=budget) as stack:
-        async with connect(stack) as (client, workers):
-            prompt = make_prompt(250)
-            assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
-            await wait_until_idle(workers)
-
-
 async def test_thirty_two_requests_on_two_prefill_and_two_decode_workers(
     start_stack: StartStack, expected: Expected
 ) -> None:
@@ -112,44 +103,18 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected) 
     # No other test of this stack has these prompts.
     prompt = make_prompt(80, seed=50 + ["prefill", "decode", "both"].index(where))
     async with connect(stack) as (_, workers):
-        prefill, decode = workers["prefill-0"], workers["decode-0"]
-        sequence = worker_pb2.Sequence(
-            sequence_id=f"warm-{where}",
-            token_ids=prompt,
-            sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0, seed=1),
-            stopping=inference_pb2.StoppingParams(max_tokens=1, ignore_eos=True),
-        )
         if where in ("prefill", "both"):
-            # With one token wanted nothing is handed over, so only the prefill worker keeps the blocks.
-            await _collect(prefill.Prefill(worker_pb2.PrefillRequest(sequence=sequence)))
+            await prefill(workers["prefill-0"], make_sequence(prompt))
         if where in ("decode", "both"):
-            async with decoding(decode, worker_pb2.DecodeRequest(sequence=sequence)) as warming:
+            warm = worker_pb2.DecodeRequest(sequence=make_sequence(prompt, max_tokens=1))
+            async with decoding(workers["decode-0"], warm) as warming:
                 await warming.outputs()
-        sequence.sequence_id = f"measured-{where}"
-        sequence.stopping.max_tokens = 64
-        tokens, accepted, prefilled = await _disaggregated(prefill, decode, sequence)
-        assert tokens == expected("llama", prompt)
+        tokens, accepted, prefilled = await disaggregated(
+            workers["prefill-0"], workers["decode-0"], make_sequence(prompt)
+        )
+        assert [token.token_id for token in tokens] == expected("llama", prompt)
         assert accepted.num_cached_tokens == (0 if where == "prefill" else 80)
         assert prefilled.num_cached_tokens == (0 if where == "decode" else 79)
-        await wait_until_idle(workers)
-
-
-async def test_a_seed_gives_the_same_tokens_by_itself_and_in_a_batch(stack: RunningStack) -> None:
-    sampled: dict[str, Any] = {
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "seed": 77,
-        "max_tokens": 64,
-        "ignore_eos": True,
-    }
-    async with connect(stack) as (client, workers):
-        single = await client.generate(make_prompt(40), **sampled)
-        crowd = [
-            client.generate(make_prompt(20 + index), temperature=1.0, seed=index, max_tokens=64)
-            for index in range(31)
-        ]
-        among, *_ = await asyncio.gather(client.generate(make_prompt(40), **sampled), *crowd)
-        assert among.token_ids == single.token_ids
         await wait_until_idle(workers)
 
 
@@ -169,23 +134,6 @@ async def test_structured_output_crosses_two_processes(stack: RunningStack) -> N
         with pytest.raises(InvalidRequest, match="unclosed character class"):
             await client.generate(make_prompt(30), regex="[ab")
         await wait_until_idle(workers)
-
-
-async def _collect(call: Any) -> list[Any]:
-    return [message async for message in call]
-
-
-async def _disaggregated(
-    prefill: Any, decode: Any, sequence: worker_pb2.Sequence
-) -> tuple[list[int], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
-    """Do what the router does, on given workers."""
-    decode_request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
-    async with decoding(decode, decode_request) as begun:
-        accepted = begun.accepted.accepted
-        request = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
-        prefilled = await _collect(prefill.Prefill(request))
-        tokens = [token.token_id for token in prefilled[0].tokens]
-        return tokens + await begun.token_ids(), accepted, prefilled[0]
 
 
 async def test_rules_and_prompt_logprobs_cross_two_processes(

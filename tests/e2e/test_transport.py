@@ -5,33 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from quire.protos import inference_pb2, worker_pb2
+from quire.protos import worker_pb2
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.decodes import make_sequence, prefill, pull_source
+from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 from tests.testing.until import until
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
-WAIT_SECONDS = 20.0
 PAGE = 4096
-
-
-async def sample(stack: RunningStack, worker: str, name: str, **labels: str) -> float:
-    """Return the value of a worker's metric."""
-    url = f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics"
-
-    def read() -> str:
-        with urlopen(url) as page:
-            text: str = page.read().decode()
-        return text
-
-    families = text_string_to_metric_families(await asyncio.to_thread(read))
-    samples = (each for family in families for each in family.samples)
-    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 def needs_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,14 +50,14 @@ async def test_pushes_use_the_chosen_transport_and_the_tokens_are_the_same(
             await wait_until_idle(workers)
         for worker, direction in (("prefill-0", "sent"), ("decode-0", "received")):
             counted = {
-                transport: await sample(
+                transport: metric(
                     stack, worker, "quire_kv_transfer_bytes_total", direction=direction, transport=transport
                 )
                 for transport in ("messages", "shared", "nixl")
             }
             assert counted[used] > 0
             assert sum(counted.values()) == counted[used]
-            assert await sample(stack, worker, "quire_kv_transfer_failures_total") == 0
+            assert metric(stack, worker, "quire_kv_transfer_failures_total") == 0
 
 
 async def test_pulls_use_nixl_and_a_killed_holder_costs_no_answer(
@@ -83,39 +67,21 @@ async def test_pulls_use_nixl_and_a_killed_holder_costs_no_answer(
     with start_stack("llama", num_prefill=2, transport="nixl") as stack:
         async with connect(stack) as (_, workers):
             prompt = make_prompt(200)
-            computed = await prefill(workers["prefill-0"], prompt)
-            source = worker_pb2.PullSource(
-                address=stack.ready["prefill-0"].address,
-                epoch=(await workers["prefill-0"].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())).epoch,
-                num_blocks=200 // 16,
-            )
-            pulled = await prefill(workers["prefill-1"], prompt, pull_from=source)
+            computed = await prefill(workers["prefill-0"], make_sequence(prompt))
+            source = await pull_source(workers["prefill-0"], 200 // 16)
+            pulled = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
             assert (pulled.pulled.num_blocks, pulled.pulled.failure) == (200 // 16, "")
             for response in (computed, pulled):
                 assert response.tokens[0].token_id == expected("llama", prompt)[0]
             for transport in ("messages", "shared", "nixl"):
                 labels = {"direction": "pulled", "transport": transport}
-                num_bytes = await sample(stack, "prefill-1", "quire_kv_transfer_bytes_total", **labels)
+                num_bytes = metric(stack, "prefill-1", "quire_kv_transfer_bytes_total", **labels)
                 assert (num_bytes > 0) == (transport == "nixl")
             stack.workers["prefill-0"].process.kill()
             other = make_prompt(100)
-            failed = await prefill(workers["prefill-1"], other, pull_from=source)
+            failed = await prefill(workers["prefill-1"], make_sequence(other), pull_from=source)
             assert failed.pulled.failure
             assert failed.tokens[0].token_id == expected("llama", other)[0]
-
-
-async def prefill(stub: Any, prompt: list[int], **fields: Any) -> worker_pb2.PrefillResponse:
-    """Compute a prompt, and leave its blocks in the worker's cache."""
-    sequence = worker_pb2.Sequence(
-        sequence_id=f"{len(prompt)}-{len(fields)}",
-        token_ids=prompt,
-        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
-        stopping=inference_pb2.StoppingParams(max_tokens=64, ignore_eos=True),
-    )
-    call = stub.Prefill(worker_pb2.PrefillRequest(sequence=sequence, **fields), timeout=WAIT_SECONDS)
-    [response] = [message async for message in call]
-    assert isinstance(response, worker_pb2.PrefillResponse)
-    return response
 
 
 async def test_the_memory_of_a_killed_worker_does_not_stay(start_stack: StartStack, expected: Any) -> None:
@@ -158,7 +124,7 @@ async def test_blocks_that_change_after_they_were_first_sent_are_computed_again(
                 await wait_until_idle(workers)
                 await workers["decode-0"].ClearCache(worker_pb2.ClearCacheRequest())
                 assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
-                return await sample(stack, "decode-0", "quire_kv_transfer_failures_total", **labels)
+                return metric(stack, "decode-0", "quire_kv_transfer_failures_total", **labels)
 
             assert await answer() == 0
             await wait_until_idle(workers)

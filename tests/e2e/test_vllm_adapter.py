@@ -29,7 +29,7 @@ from quire.protos import worker_pb2
 from quire.services.local.stack import RunningStack
 from quire.services.server.process import free_port
 from quire.services.vllm_adapter.hand_off import hand_off
-from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.stacks import connect, make_prompt, metric, wait_until_idle
 
 WAIT_SECONDS = 30.0
 GATEWAY_SECONDS = 60.0
@@ -37,6 +37,7 @@ LENGTH, NUM_NEW = 400, 64
 NUM_CHATS = 8
 NUM_FULL = (LENGTH - 1) // 16
 TAGS = json.dumps({"do_remote_decode": True, "do_remote_prefill": False})
+BLOCKS = "quire_kv_transfer_blocks_total"
 _names = count()
 
 
@@ -83,18 +84,6 @@ async def refusal(stub: Any, message: vllm.GenerateRequest) -> str:
     return str(caught.value.details())
 
 
-def counted(stack: RunningStack, worker: str, metric: str) -> float:
-    url = f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics"
-    with urlopen(url, timeout=WAIT_SECONDS) as page:
-        lines = page.read().decode().splitlines()
-    [value] = [line.rpartition(" ")[2] for line in lines if line.startswith(metric)]
-    return float(value)
-
-
-LENT = 'quire_kv_transfer_blocks_total{direction="lent"}'
-PULLED = 'quire_kv_transfer_blocks_total{direction="pulled"}'
-
-
 # --- a client of the proto ----------------------------------------------------------------------------------
 
 
@@ -128,7 +117,10 @@ async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
     tags: dict[str, str], cluster: RunningStack, engines: dict[str, Any], expected: Any
 ) -> None:
     prompt = make_prompt(LENGTH, seed=72 + len(tags))
-    lent, pulled = counted(cluster, "prefill-0", LENT), counted(cluster, "decode-0", PULLED)
+    lent, pulled = (
+        metric(cluster, "prefill-0", BLOCKS, direction="lent"),
+        metric(cluster, "decode-0", BLOCKS, direction="pulled"),
+    )
     first = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}, **tags))
     assert list(first.output_ids) == expected("llama", prompt)[:1]
     answer = await complete(
@@ -136,8 +128,8 @@ async def test_a_decode_worker_pulls_what_the_prefill_worker_computed(
     )
     assert list(answer.output_ids) == expected("llama", prompt)
     assert (first.cached_tokens, answer.cached_tokens) == (0, 0), "all was computed for this request"
-    assert counted(cluster, "prefill-0", LENT) - lent == NUM_FULL
-    assert counted(cluster, "decode-0", PULLED) - pulled == NUM_FULL
+    assert metric(cluster, "prefill-0", BLOCKS, direction="lent") - lent == NUM_FULL
+    assert metric(cluster, "decode-0", BLOCKS, direction="pulled") - pulled == NUM_FULL
     again = await complete(engines["prefill-0"], request(prompt, {"max_tokens": 1}, **tags))
     both = await complete(
         engines["decode-0"], request(prompt, kv_transfer_params_json=again.kv_transfer_params_json)
@@ -403,14 +395,15 @@ def test_smg_drives_a_prefill_and_a_decode_worker(demo: RunningStack, tmp_path: 
     plain, streamed, shaped, *many = held_out(3 + NUM_CHATS, 20, seed=1)
     urls = {name: f"grpc://{worker.address}" for name, worker in demo.ready.items()}
     roles = ["--pd-disaggregation", "--prefill", urls["prefill-0"], "--decode", urls["decode-0"]]
-    lent, pulled = counted(demo, "prefill-0", LENT), counted(demo, "decode-0", PULLED)
+    lent = metric(demo, "prefill-0", BLOCKS, direction="lent")
+    pulled = metric(demo, "decode-0", BLOCKS, direction="pulled")
     with gateway(tmp_path / "log", 2, *roles, "--model-path", str(demo_model_path())) as smg:
         answer = json.loads(smg.chat(plain.messages))
         assert answer["choices"][0]["message"]["content"] == plain.expected
         num_blocks = (answer["usage"]["prompt_tokens"] - 1) // 16
         assert num_blocks > 5
-        assert counted(demo, "decode-0", PULLED) - pulled == num_blocks
-        assert counted(demo, "prefill-0", LENT) - lent == num_blocks
+        assert metric(demo, "decode-0", BLOCKS, direction="pulled") - pulled == num_blocks
+        assert metric(demo, "prefill-0", BLOCKS, direction="lent") - lent == num_blocks
 
         assert "".join(smg.stream(streamed.messages)) == streamed.expected
         long = smg.stream(streamed.messages, max_tokens=300, ignore_eos=True)

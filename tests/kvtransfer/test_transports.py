@@ -234,12 +234,6 @@ async def test_no_more_is_sent_than_the_window(pair: Pair) -> None:
     assert pair.target.held == pair.expected(0, NUM_BLOCKS)
 
 
-async def test_a_block_beyond_the_credit_is_refused(pair: Pair, transport: Transport) -> None:
-    code, details = await _ending(pair, transport, range(9))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT, details
-    assert pair.target.first_token_id is None
-
-
 # --- what is refused --------------------------------------------------------------------------------------
 
 
@@ -342,15 +336,6 @@ async def test_a_frame_that_is_not_right_is_refused(
     assert pair.target.held == {}
 
 
-async def test_a_truncated_payload_is_refused(directory: Path) -> None:
-    async with running_pair(directory, "messages", "messages") as pair:
-        payload = pair.pool.payload(0)[:-1]
-        code, details = await _ending(
-            pair, Transport.MESSAGES, range(1), payload=payload, digest=frames.digest(hash_of(0), payload)
-        )
-    assert code is grpc.StatusCode.INVALID_ARGUMENT, details
-
-
 @pytest.mark.parametrize("block_id", [NUM_BLOCKS, 2**32 - 1])
 async def test_a_block_beyond_the_pool_is_refused(directory: Path, block_id: int) -> None:
     async with running_pair(directory) as pair:
@@ -389,18 +374,6 @@ async def test_after_an_abort_no_late_block_is_written(pair: Pair) -> None:
     await pair.server.stop(WAIT_SECONDS)
     assert pair.target.held == {}
     assert pair.target.first_token_id is None
-
-
-@pytest.mark.parametrize("num_sent", [0, 1, 6])
-async def test_a_sender_that_disconnects_at_any_step_undoes_the_push(pair: Pair, num_sent: int) -> None:
-    async with pair.push(6) as push:
-        await push.send(pair.pool.prompt(0, num_sent))
-        if not num_sent:
-            await asyncio.wait_for(pair.sink.waiting.wait(), WAIT_SECONDS)
-    await pair.server.stop(WAIT_SECONDS)
-    assert pair.target.first_token_id is None
-    assert pair.target.reasons == ["the sender went away before it committed"]
-    assert pair.sample("transfer_failures_total", kind="push", reason="sender_gone") == 1
 
 
 @pytest.mark.parametrize("num_sent", [0, 1, 6])

@@ -7,8 +7,8 @@
 * ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
 * ``until``: waiting for a condition that nothing announces.
 * ``transport_pair``: two workers that push and pull blocks over any transport.
-* ``decodes``: both ends of a decode between router and worker.
+* ``decodes``: calls of a worker as a router makes them, and the worker's end of a decode.
 * ``fake_worker``: workers that answer from a script, and a router in front of them.
 * ``fake_generation``: a router that answers from a script, for the clients.
-* ``stacks``: connections to a stack of real processes, which the fixture ``start_stack`` starts.
+* ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
 """

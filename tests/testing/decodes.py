@@ -1,4 +1,4 @@
-"""Both ends of a decode: calls a worker as a router does, and sends outputs as a worker does."""
+"""Both ends of a request to a worker: calls it as a router does, and sends outputs as a worker does."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
-from quire.protos import worker_pb2
+from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceServicer, WorkerServiceStub
 
 WAIT_SECONDS = 60.0
+_names = count()
 
 
 class Decode:
@@ -58,6 +60,53 @@ async def decoding(stub: WorkerServiceStub, request: worker_pb2.DecodeRequest) -
     finally:
         called.cancel()
         opened.cancel()
+
+
+def make_sequence(prompt: list[int], max_tokens: int = 64, **fields: Any) -> worker_pb2.Sequence:
+    """Return a greedy request with a name of its own, as a router would send it; ``fields`` may differ."""
+    values = {
+        "sequence_id": f"sequence-{next(_names)}",
+        "token_ids": prompt,
+        "sampling": inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
+        "stopping": inference_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+    }
+    return worker_pb2.Sequence(**{**values, **fields})
+
+
+async def prefill(
+    stub: WorkerServiceStub, sequence: worker_pb2.Sequence, **fields: Any
+) -> worker_pb2.PrefillResponse:
+    """Compute a prompt and leave its blocks in the worker's cache; return its only message."""
+    call: Any = stub.Prefill(worker_pb2.PrefillRequest(sequence=sequence, **fields), timeout=WAIT_SECONDS)
+    responses: list[worker_pb2.PrefillResponse] = [message async for message in call]
+    assert len(responses) == 1
+    return responses[0]
+
+
+async def pull_source(stub: WorkerServiceStub, num_blocks: int, **fields: Any) -> worker_pb2.PullSource:
+    """Return a worker as the source of a prompt's first blocks; ``fields`` may differ."""
+    info: Any = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+    values = {"address": info.address, "epoch": info.epoch, "num_blocks": num_blocks}
+    return worker_pb2.PullSource(**{**values, **fields})
+
+
+async def disaggregated(
+    prefilling: WorkerServiceStub, decode: WorkerServiceStub, sequence: worker_pb2.Sequence
+) -> tuple[list[worker_pb2.SampledToken], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
+    """Let one worker compute a prompt and push its blocks to another, which decodes.
+
+    Returns:
+        The tokens of the answer, and the first message of each worker.
+    """
+    request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
+    async with decoding(decode, request) as begun:
+        accepted = begun.accepted.accepted
+        pushing = worker_pb2.PrefillRequest(sequence=sequence, ticket=accepted.ticket)
+        call: Any = prefilling.Prefill(pushing, timeout=WAIT_SECONDS)
+        prefilled = [message async for message in call]
+        outputs = await begun.outputs()
+        tokens = [token for each in (*prefilled, *outputs) for token in each.tokens]
+        return tokens, accepted, prefilled[0]
 
 
 class StreamingWorker(WorkerServiceServicer):

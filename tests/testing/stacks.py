@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient
 from quire.protos import worker_pb2 as pb
@@ -65,6 +67,14 @@ async def kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None
     for name in ("decode-0", "decode-1"):
         if (await workers[name].GetLoad(pb.GetLoadRequest())).used_blocks:
             stack.workers[name].process.kill()
+
+
+def metric(stack: RunningStack, worker: str, name: str, **labels: str) -> float:
+    """Return the sum of a worker's metric over its samples with these labels."""
+    with urlopen(f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics", timeout=10) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    samples = (each for family in families for each in family.samples if each.name == name)
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
 
 async def until_decode_workers(client: AsyncClient, count: int) -> None:

@@ -50,14 +50,13 @@ def copy_with_thinking(model: Path, folder: Path, *, end_token: str | None = Non
 
 
 @contextmanager
-def thinking_stack(folder: Path, *, num_decode: int = 1) -> Iterator[RunningStack]:
+def run_thinking_stack(folder: Path) -> Iterator[RunningStack]:
     """Run a stack of the demo model with this template, which is copied to a new ``folder``."""
     model = str(copy_with_thinking(demo_model_path(), folder, end_token=END_TOKEN))
     config = LocalStackConfig(
         router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
         worker=WorkerConfig(role="decode", model=model, served_model_name="demo", dtype="float32"),
         log_level="error",
-        num_decode=num_decode,
     )
     with local_stack(config) as running:
         yield running

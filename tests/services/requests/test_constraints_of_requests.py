@@ -1,4 +1,4 @@
-"""Penalties, biases and bans of a request: every limit, and bad words as token ids."""
+"""Penalties, biases and bans of a request: every limit."""
 
 from __future__ import annotations
 
@@ -32,10 +32,6 @@ def request(**sampling: Any) -> pb.Generation:
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "at most 1024; got 1025"),
         ({"allowed_token_ids": [3, 320]}, "allowed_token_ids", "below 320; got 320"),
         ({"bad_words": ["x"] * 129}, "bad_words", "at most 128; got 129"),
-        ({"bad_words": ["fine", " "]}, "bad_words[1]", "from 1 to 256 characters; got 0"),
-        ({"bad_words": ["x" * 257]}, "bad_words[0]", "got 257"),
-        ({"bad_word_token_ids": [pb.TokenIds()]}, "bad_word_token_ids[0]", "1 to 256 token ids; got 0"),
-        ({"bad_word_token_ids": [pb.TokenIds(ids=[320])]}, "bad_word_token_ids[0]", "got 320"),
     ],
 )
 async def test_limits(sampling: dict[str, Any], field: str, problem: str, model: ServedModel) -> None:
@@ -49,13 +45,6 @@ async def test_limits(sampling: dict[str, Any], field: str, problem: str, model:
 async def test_the_limits_themselves_are_allowed(penalty: float, model: ServedModel) -> None:
     validated = await validate(request(repetition_penalty=penalty), model)
     assert validated.params.repetition_penalty == pytest.approx(penalty)
-
-
-async def test_bad_words_are_sent_with_and_without_a_space_before_them(model: ServedModel) -> None:
-    own = pb.TokenIds(ids=[5, 6])
-    valid = await validate(request(bad_words=["hello"], bad_word_token_ids=[own, own]), model)
-    expected = [await model.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", " hello")]
-    assert valid.params.bad_words == (*map(tuple, expected), (5, 6))
 
 
 async def test_unset_parameters_change_no_logits(model: ServedModel) -> None:

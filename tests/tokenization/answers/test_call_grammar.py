@@ -325,6 +325,19 @@ def test_strict_arguments_nest(name: str) -> None:
     assert not made.accepts(grammar, text.replace("1.5", "true"))
 
 
+def test_a_call_without_a_format_follows_the_definitions_of_its_parameters() -> None:
+    made = model("none")
+    schema = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}},
+        "required": ["city"],
+        "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+    }
+    grammar = made.grammar(Tool("weather", schema), must_call=True)
+    assert made.accepts(grammar, JSON_CALL)
+    assert not made.accepts(grammar, JSON_CALL.replace("Rome", "Bonn"))
+
+
 def test_the_tools_of_an_agent_compile() -> None:
     """24 tools with schemas of 700 bytes, as a coding agent sends them, in formats of all kinds."""
     properties = {f"option_{at}": {"type": "string", "description": "x" * 60} for at in range(6)}
