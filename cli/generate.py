@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +20,57 @@ if TYPE_CHECKING:
     from quire.client import Delta, GenerationOptions, Message, Prompt
 
 
+def _option(flag: str, help: str, panel: str = "Sampling", **more: Any) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel=panel, **more)
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """The number and the form of answers."""
+
+    n: Annotated[int | None, _option("--n", "Number of answers to sample.")] = None
+    best_of: Annotated[
+        int | None,
+        _option(
+            "--best-of",
+            "Sample this many answers and return the most probable, or with --n the n most probable.",
+        ),
+    ] = None
+    kv_budget: Annotated[
+        int | None,
+        _option(
+            "--kv-budget",
+            "Keep the keys and values of this many tokens at most: less memory, an approximate answer.",
+        ),
+    ] = None
+    beam_width: Annotated[
+        int | None,
+        _option(
+            "--beam-width", "Search for this many most probable answers instead of sampling.", "Beam search"
+        ),
+    ] = None
+    stop: Annotated[list[str] | None, _option("--stop", "Stop at this text; may be repeated.")] = None
+    json_schema: Annotated[
+        Path | None,
+        _option(
+            "--json-schema", "File with a JSON schema that the answer follows.", exists=True, dir_okay=False
+        ),
+    ] = None
+    regex: Annotated[str | None, _option("--regex", "Regular expression that the answer matches.")] = None
+
+    def given(self) -> GenerationOptions:
+        """Return the options by the names that the client has for them."""
+        return {
+            "n": self.n,
+            "best_of": self.best_of,
+            "kv_budget_tokens": self.kv_budget,
+            "beam_width": self.beam_width,
+            "stop": self.stop,
+            "json_schema": self.json_schema.read_text("utf-8") if self.json_schema else None,
+            "regex": self.regex,
+        }
+
+
 @spread
 def generate(
     *,
@@ -26,14 +79,8 @@ def generate(
     system: Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")] = None,
     stats: options.Stats = False,
     sampling: SamplingOptions,
-    n: options.NumAnswers = None,
-    best_of: options.BestOf = None,
-    kv_budget: options.KvBudget = None,
-    beam_width: options.BeamWidth = None,
+    answers: AnswerOptions,
     beam: BeamOptions,
-    stop: options.Stop = None,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     encryption: options.ClientTls,
@@ -44,30 +91,19 @@ def generate(
     from quire.client import Client, QuireError
 
     text = _read_prompt(prompt)
-    chosen: GenerationOptions = {
-        **sampling.given(),
-        "n": n,
-        "best_of": best_of,
-        "kv_budget_tokens": kv_budget,
-        "beam_width": beam_width,
-        **beam.given(),
-        "stop": stop,
-        "json_schema": json_schema.read_text("utf-8") if json_schema else None,
-        "regex": regex,
-        "model": model,
-    }
-    answers = Answers() if beam_width or (n or 1) > 1 else None
+    chosen: GenerationOptions = {**sampling.given(), **answers.given(), **beam.given(), "model": model}
+    several = Answers() if answers.beam_width or (answers.n or 1) > 1 else None
     tls = encryption.files()
     with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
         try:
-            show = answers.add if answers else lambda delta: write(delta.text)
+            show = several.add if several else lambda delta: write(delta.text)
             answer = stream_answer(client, _to_prompt(text, chat, system), chosen, show)
         except QuireError as error:
             fail(describe(error, address))
         except KeyboardInterrupt:
             write("\n")
             raise typer.Exit(INTERRUPTED) from None
-    write(answers.format() if answers else "\n")
+    write(several.format() if several else "\n")
     if stats:
         typer.echo(format_stats(answer), err=True)
 

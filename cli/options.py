@@ -104,53 +104,6 @@ class ClientTls:
 ServedModel = Annotated[
     str | None, typer.Option("--model", help="Name of the served model.", rich_help_panel=CONNECTION)
 ]
-
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        "--json-schema",
-        help="File with a JSON schema that the answer follows.",
-        exists=True,
-        dir_okay=False,
-        rich_help_panel="Sampling",
-    ),
-]
-Regex = Annotated[
-    str | None,
-    typer.Option("--regex", help="Regular expression that the answer matches.", rich_help_panel="Sampling"),
-]
-NumAnswers = Annotated[
-    int | None,
-    typer.Option("--n", help="Number of answers to sample.", rich_help_panel="Sampling"),
-]
-BestOf = Annotated[
-    int | None,
-    typer.Option(
-        "--best-of",
-        help="Sample this many answers and return the most probable, or with --n the n most probable.",
-        rich_help_panel="Sampling",
-    ),
-]
-KvBudget = Annotated[
-    int | None,
-    typer.Option(
-        "--kv-budget",
-        help="Keep the keys and values of this many tokens at most: less memory, an approximate answer.",
-        rich_help_panel="Sampling",
-    ),
-]
-BeamWidth = Annotated[
-    int | None,
-    typer.Option(
-        "--beam-width",
-        help="Search for this many most probable answers instead of sampling.",
-        rich_help_panel="Beam search",
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", help="Stop at this text; may be repeated.", rich_help_panel="Sampling"),
-]
 Stats = Annotated[
     bool, typer.Option("--stats", help="Print timings and the origin of the KV blocks to stderr.")
 ]
