@@ -32,7 +32,7 @@ from quire.kernels.cpu.linear import ROWS, UNIT, linear, sums
 HASWELL = "avx2 fma f16c"
 SKYLAKE = f"{HASWELL} avx512f avx512bw avx512dq avx512vl"
 VNNI = f"{SKYLAKE} avx512vnni"
-PROCESSORS = {
+PROCESSORS: dict[str, tuple[str, str, tuple[Instruction, int]]] = {
     "Sandy Bridge": ("sandybridge", "avx", ("vpmulld", 8)),
     "Haswell": ("haswell", HASWELL, ("vpmaddwd", 8)),
     "Alder Lake": ("alderlake", f"{HASWELL} avxvnni", ("vpdpbusd", 8)),
