@@ -29,7 +29,7 @@ PINS: dict[str, Pins] = {
         ("llama", "bfloat16", "w8a8"): "94aaf5354499b50f",
     },
     "amx-bf16-1": {
-        ("gemma2", "bfloat16", "auto"): "",
+        ("gemma2", "bfloat16", "auto"): "7dbe0ca83cff56c6",
         ("llama", "bfloat16", "auto"): "7afe70d56c720a84",
     },
 }
