@@ -40,7 +40,7 @@ def expected(folder: Path, pooling: str, prompts: list[list[int]], **options: An
     return [pytest.approx(each, abs=2e-5) for each in vectors]
 
 
-@pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
+@pytest.mark.parametrize("pooling", ["lasttoken", "mean", "cls"])
 async def test_prefill_workers_embed(start_stack: StartStack, make_model: MakeModel, pooling: str) -> None:
     folder = make_model(pooling, matryoshka_dimensions=[16])
     with start_stack("qwen3", model=str(folder), num_prefill=2, http_port=0) as stack:

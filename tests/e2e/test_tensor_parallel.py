@@ -206,7 +206,7 @@ async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None
     return tokens
 
 
-@pytest.mark.parametrize("victim", ["worker", "stopped rank"])
+@pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
 async def test_answers_continue_on_a_worker_of_another_size(start: Callable[..., Any], victim: str) -> None:
     sizes = {"prefill-0": 2, "decode-0": 2, "decode-1": 1}
     with start(sizes, num_blocks=512, max_model_len=500) as stack:
@@ -224,16 +224,15 @@ async def test_answers_continue_on_a_worker_of_another_size(start: Callable[...,
             # The first token of an answer comes from the prefill worker.
             while not (await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).num_running:
                 await asyncio.sleep(0.001)
-            if victim == "worker":
-                os.kill(worker, signal.SIGKILL)
-            else:
-                os.kill(ranks[0], signal.SIGSTOP)
+            sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
+            os.kill(worker if victim == "worker" else ranks[0], sent)
             await ended([*ranks, worker])
             assert await asyncio.gather(*answers) == expected
 
 
+@pytest.mark.parametrize("victim", ["worker", "rank"])
 async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_push(
-    start: Callable[..., Any],
+    start: Callable[..., Any], victim: str
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}
     with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="messages") as stack:
@@ -246,20 +245,21 @@ async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_pus
             while not (load := await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
                 await asyncio.sleep(0.001)
             assert load.num_transferring, "the push has ended too soon"
-            os.kill(ranks[0], signal.SIGKILL)
+            os.kill(worker if victim == "worker" else ranks[0], signal.SIGKILL)
             tokens = list((await asking).token_ids)
             await ended([*ranks, worker])
             assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
             await wait_until_idle({"decode-0": workers["decode-0"]})
 
 
-async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any], sent: signal.Signals) -> None:
     with start({"decode-0": 2, "decode-1": 1}) as stack:
         async with connect(stack) as (client, _):
             [rank] = ranks_of(stack, "decode-0")
             worker = stack.workers["decode-0"].process.pid
             assert worker is not None
-            os.kill(rank, signal.SIGKILL)
+            os.kill(rank, sent)
             await ended([rank, worker])
             response = await client.generate(make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
             assert len(response.token_ids) == 4
