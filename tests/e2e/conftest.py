@@ -17,7 +17,7 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
-from tests.testing.thinking_model import run_thinking_stack
+from tests.testing.thinking_model import END_TOKEN, copy_with_thinking
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
@@ -61,21 +61,26 @@ def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> I
         yield running
 
 
+def demo_stack_of(model: Path) -> AbstractContextManager[RunningStack]:
+    """Run the demo model, or a copy of it, with the HTTP API."""
+    config = LocalStackConfig(
+        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
+        worker=WorkerConfig(role="decode", model=str(model), served_model_name="demo", dtype="float32"),
+        log_level="error",
+    )
+    return local_stack(config)
+
+
 @pytest.fixture(scope="session")
 def demo_stack() -> Iterator[RunningStack]:
     """Run the demo model with the HTTP API, for all tests that leave it as it was."""
-    model = str(demo_model_path())
-    config = LocalStackConfig(
-        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
-        worker=WorkerConfig(role="decode", model=model, served_model_name="demo", dtype="float32"),
-        log_level="error",
-    )
-    with local_stack(config) as running:
+    with demo_stack_of(demo_model_path()) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def thinking_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """Run the demo model with a template that reasons and calls tools, for tests that leave it as it was."""
-    with run_thinking_stack(tmp_path_factory.mktemp("thinking") / "demo") as running:
+    folder = tmp_path_factory.mktemp("thinking") / "demo"
+    with demo_stack_of(copy_with_thinking(demo_model_path(), folder, end_token=END_TOKEN)) as running:
         yield running

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from quire.models.source import demo_model_path
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
-from quire.services.worker.config import WorkerConfig
 
 END_TOKEN, END_ID = "<|pad|>", 2
 """Token of the demo model that is ``</think>`` in a stack. A bias makes the model end its reasoning."""
@@ -47,16 +39,3 @@ def copy_with_thinking(model: Path, folder: Path, *, end_token: str | None = Non
     path.write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     return folder
-
-
-@contextmanager
-def run_thinking_stack(folder: Path) -> Iterator[RunningStack]:
-    """Run a stack of the demo model with this template, which is copied to a new ``folder``."""
-    model = str(copy_with_thinking(demo_model_path(), folder, end_token=END_TOKEN))
-    config = LocalStackConfig(
-        router=RouterConfig(port=0, http_port=0, served_model_name="demo"),
-        worker=WorkerConfig(role="decode", model=model, served_model_name="demo", dtype="float32"),
-        log_level="error",
-    )
-    with local_stack(config) as running:
-        yield running

@@ -16,7 +16,7 @@ from quire.services.local.places import (
     places_of,
     processors_of,
 )
-from quire.services.server.processors import Core, read_cores, shown
+from quire.services.server.processors import Core, as_ranges, read_cores
 from quire.services.worker.config import WorkerConfig
 from tests.testing.machines import DESKTOP, EPYC, TWO_SOCKETS, write_system
 
@@ -26,7 +26,7 @@ def plain(*processors: int) -> list[Core]:
 
 
 def parts(cores: list[Core], num_workers: int) -> list[str]:
-    return [shown(processors_of(part)) for part in divide(cores, num_workers)]
+    return [as_ranges(processors_of(part)) for part in divide(cores, num_workers)]
 
 
 def test_processors_are_divided_evenly() -> None:

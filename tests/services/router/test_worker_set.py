@@ -100,13 +100,17 @@ async def test_a_worker_of_another_kind_is_refused(cluster: Any, make_set: Any, 
     assert ids_of(workers) == ["d1"]
 
 
+def give_arithmetic(worker: Any, name: str) -> None:
+    worker.layout.arithmetic = name
+    worker.cache_descriptor = b'{"arithmetic":"%s","block_size":4}' % name.encode()
+
+
 async def test_workers_of_the_next_arithmetic_follow_when_no_old_one_takes_requests(
     cluster: Any, make_set: Any
 ) -> None:
     old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
     for version, worker in enumerate((old, new), start=1):
-        worker.layout.arithmetic = f"float32-{version}"
-        worker.cache_descriptor = b'{"arithmetic":"float32-%d","block_size":4}' % version
+        give_arithmetic(worker, f"float32-{version}")
     both = [Member(worker.server.address, "1") for worker in (old, new)]
     membership = ScriptedMembership(both[0])
     workers = make_set(membership)
@@ -138,8 +142,7 @@ async def test_a_refusal_names_both_arithmetics_and_the_remedy(
 ) -> None:
     workers = [await cluster.add(name, "decode") for name in ("first", "second")]
     for worker, name in zip(workers, (ours, its), strict=True):
-        worker.layout.arithmetic = name
-        worker.cache_descriptor = b'{"arithmetic":"%s","block_size":4}' % name.encode()
+        give_arithmetic(worker, name)
     members = [Member(worker.server.address) for worker in workers]
     membership = ScriptedMembership(members[0])
     followed = make_set(membership)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.runner.control_groups import ControlGroups
-from quire.services.server.processors import Core, num_cores, read_cores, share_of_quota, shown
+from quire.services.server.processors import Core, as_ranges, num_cores, read_cores, share_of_quota
 from tests.testing.machines import DESKTOP, EPYC, TWO_SOCKETS, write_system
 
 
@@ -110,4 +110,4 @@ def test_hyper_threads_share_a_thread_of_computation(tmp_path: Path) -> None:
 
 
 def test_processors_are_written_as_linux_does() -> None:
-    assert [shown(each) for each in ((), (3,), (9, 0, 1, 2, 8), (1, 3))] == ["", "3", "0-2,8-9", "1,3"]
+    assert [as_ranges(each) for each in ((), (3,), (9, 0, 1, 2, 8), (1, 3))] == ["", "3", "0-2,8-9", "1,3"]
