@@ -102,8 +102,7 @@ def load_model(
         device: the device to run the model on.
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.
         arithmetic: "auto" (the fastest sums of this machine) or "portable" (those of every processor).
-        collectives: collectives of the ranks that the model is divided among, all of which call this
-            function; None loads the whole model.
+        collectives: those of the ranks that share the model and all call this; None loads the whole model.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
@@ -114,8 +113,6 @@ def load_model(
     """
     _check_weight_dtype(weight_dtype, device)
     attention.register()
-    # Progress bars of transformers would garble the launcher's progress bar.
-    transformers_logging.disable_progress_bar()
     folder = find_model(model)
     _check_files(folder)
     config = AutoConfig.from_pretrained(folder)
@@ -231,6 +228,8 @@ def _load_part(
 
 
 def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
+    # Progress bars of transformers would garble the launcher's progress bar.
+    transformers_logging.disable_progress_bar()
     try:
         with torch.random.fork_rng(devices=[]):
             # Embedding models may have no output layer; all workers then have to make the same one.

@@ -13,7 +13,7 @@ from tempfile import mkstemp
 from typing import NamedTuple
 
 from quire.engine.runner.lent_processors import SharedProcessors
-from quire.services.server.processors import Core, shown
+from quire.services.server.processors import Core, as_ranges
 from quire.services.worker.config import WorkerConfig
 
 
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         threads = threads or self.num_threads
         plural = "s" if len(self.own) > 1 else ""
         number = "" if threads == len(self.own) else f" ({threads} thread{'s' if threads > 1 else ''})"
-        return f"processor{plural} {shown(self.own)}{number}"
+        return f"processor{plural} {as_ranges(self.own)}{number}"
 
 
 def numbers_by_node(cores: Iterable[Core], most: int) -> dict[str, int]:

@@ -79,8 +79,8 @@ def share_of_quota(num_workers: int, index: int, groups: ControlGroups = GROUPS)
     return sys.maxsize if quota is None else max(1, (int(quota) + num_workers - 1 - index) // num_workers)
 
 
-def shown(processors: Iterable[int]) -> str:
-    """Return processors as Linux writes them, such as 0-3,8."""
+def as_ranges(processors: Iterable[int]) -> str:
+    """Return the numbers of processors as Linux writes them, such as 0-3,8."""
     runs: list[list[int]] = []
     for processor in sorted(processors):
         if runs and processor == runs[-1][-1] + 1:

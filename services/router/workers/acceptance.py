@@ -76,8 +76,9 @@ class Acceptance:
         if info.role not in ROLES:
             return f"its role is {info.role!r}, neither prefill nor decode"
         if (reference := self.reference) is not None:
+            both = _without_arithmetic(reference), _without_arithmetic(info)
             for name in _MUST_BE_EQUAL:
-                ours, its = (getattr(_without_arithmetic(each), name) for each in (reference, info))
+                ours, its = (getattr(each, name) for each in both)
                 if ours != its:
                     return f"its {name} is {its!r}, the first worker's is {ours!r}"
             if info.cache_descriptor != reference.cache_descriptor and not may_change:
