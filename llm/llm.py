@@ -13,6 +13,7 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.ranks.parallel_runner import ParallelRunner
 from quire.engine.ranks.ranks import Ranks, start_ranks
+from quire.engine.runner.processors import num_cores
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences import sequence as engine_types
 from quire.engine.speculation.speculator import SpeculationCounts
@@ -61,8 +62,7 @@ class LLM:
     @takes_fields_of(LLMConfig)
     def __init__(self, config: LLMConfig) -> None:
         device = choose_device(config.device)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads or min(torch.get_num_threads(), num_cores()))
         files = load_model_files(config.model_path)
         self.tokenizer = Tokenizer.load(files.folder)
         self._chat_template = ChatTemplate.load(files)

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quire.engine.runner.processors import num_cores
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import Service, end_on_signals
 from quire.services.server.process import raise_open_file_limit
-from quire.services.server.processors import num_cores
 from quire.services.worker.config import RunningWorker, WorkerConfig
 
 if TYPE_CHECKING:

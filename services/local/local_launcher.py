@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from quire.engine.runner.processors import Core, read_cores, share_of_quota
 from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, Waitable
 from quire.services.local.child_processes import (
@@ -22,7 +23,6 @@ from quire.services.local.child_processes import (
 )
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.places import Place, lending_is_possible, next_share, places_of, processors_of
-from quire.services.server.processors import Core, read_cores, share_of_quota
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 

@@ -13,7 +13,7 @@ from tempfile import mkstemp
 from typing import NamedTuple
 
 from quire.engine.runner.lent_processors import SharedProcessors
-from quire.services.server.processors import Core, as_ranges
+from quire.engine.runner.processors import Core, as_ranges
 from quire.services.worker.config import WorkerConfig
 
 

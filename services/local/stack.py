@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from quire.engine.runner.processors import read_cores, share_of_quota
 from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.rpc.errors import ServiceError
@@ -47,7 +48,6 @@ from quire.services.local.router_processes import (
 )
 from quire.services.router.app import RouterAddresses
 from quire.services.server.log import configure_logging
-from quire.services.server.processors import read_cores, share_of_quota
 from quire.services.worker.config import RunningWorker, WorkerConfig
 
 JOIN_SECONDS = 30.0

@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import Result
 
 from quire.cli.sizes import format_size, parse_size
+from quire.engine.runner.processors import Core
 from quire.models.source import demo_model_path
 from quire.routing.placement import PolicyConfig
 from quire.services import worker_process
@@ -26,7 +27,6 @@ from quire.services.local.child_processes import end_of
 from quire.services.local.config import LocalStackConfig
 from quire.services.router import app, public_servers
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
-from quire.services.server.processors import Core
 from quire.services.worker.config import DiskFolder, WorkerConfig
 
 pytestmark = pytest.mark.slow

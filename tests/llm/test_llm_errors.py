@@ -234,3 +234,17 @@ def test_an_ignored_ctrl_c_remains_ignored() -> None:
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def test_a_container_with_a_smaller_quota_computes_with_fewer_threads(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    monkeypatch.setattr(llm_module, "num_cores", lambda: 2)
+    own = torch.get_num_threads()
+    try:
+        for started_with, asked, used in ((8, None, 2), (1, None, 1), (1, 3, 3)):
+            torch.set_num_threads(started_with)
+            with LLM(str(tiny_folder), num_blocks=16, max_model_len=64, threads=asked):
+                assert torch.get_num_threads() == used
+    finally:
+        torch.set_num_threads(own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.services.server.processors import Core
+from quire.engine.runner.processors import Core
 
 DESKTOP = [Core(0, 0, 0, core, (core, core + 4)) for core in range(4)]
 """One socket with four cores of two hyper-threads: 0 and 4, 1 and 5, …"""

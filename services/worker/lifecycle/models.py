@@ -19,6 +19,7 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import RanksError
 from quire.engine.pool_memory import allocate_pool
 from quire.engine.ranks.ranks import Ranks, start_ranks
+from quire.engine.runner.processors import num_cores
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvLayout
@@ -27,7 +28,6 @@ from quire.models.source import pin_revision
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.services.server.log import get_logger
-from quire.services.server.processors import num_cores
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
 

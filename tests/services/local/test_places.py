@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.runner.processors import Core, as_ranges, read_cores
 from quire.services.local.places import (
     Place,
     divide,
@@ -16,7 +17,6 @@ from quire.services.local.places import (
     places_of,
     processors_of,
 )
-from quire.services.server.processors import Core, as_ranges, read_cores
 from quire.services.worker.config import WorkerConfig
 from tests.testing.machines import DESKTOP, EPYC, TWO_SOCKETS, write_system
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.runner.control_groups import ControlGroups
-from quire.services.server.processors import Core, as_ranges, num_cores, read_cores, share_of_quota
+from quire.engine.runner.processors import Core, as_ranges, num_cores, read_cores, share_of_quota
 from tests.testing.machines import DESKTOP, EPYC, TWO_SOCKETS, write_system
 
 
