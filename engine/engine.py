@@ -20,6 +20,7 @@ from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.runner.step_clock import StepClock, StepSeconds
+from quire.engine.runner.thread_count import ThreadCount
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.first_blocks import FirstBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
@@ -157,6 +158,7 @@ class Engine:
         """Tokens that the last step computed."""
         self._clock = parts.clock
         self._step_clock = StepClock(parts.clock)
+        self._threads = ThreadCount()
 
     @property
     def groups(self) -> dict[str, SequenceGroup]:
@@ -242,6 +244,10 @@ class Engine:
 
     def step(self) -> list[SequenceUpdate]:
         """Compute one batch; return an update for each of its sequences, and one for all unfinished beams."""
+        with self._threads.of_step():
+            return self._step_or_end_deadlock()
+
+    def _step_or_end_deadlock(self) -> list[SequenceUpdate]:
         updates = self._step()
         # This is needed even without a batch: blocks may be free now because a group that did not fit was
         # preempted.
