@@ -18,7 +18,12 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.scheduling.transfers import Transfers
 from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.kvindex.kv_layout import KvLayout, KvShape
-from quire.kvtransfer.errors import BadBlockError, DigestMismatchError, UnknownTicketError
+from quire.kvtransfer.errors import (
+    BadBlockError,
+    DigestMismatchError,
+    StaleAttemptError,
+    UnknownTicketError,
+)
 from quire.kvtransfer.frame import Frame, digest
 from quire.protos import kvtransfer_pb2 as pb
 from quire.rpc.errors import Aborted
@@ -43,6 +48,11 @@ class Receiver:
         self.has_paused, self.goes_on = threading.Event(), threading.Event()
 
     async def open(self) -> tuple[PromisedBlocks, Updates]:
+        tickets, request, updates = await self.issue(attempt=0)
+        return await tickets.open(request), updates
+
+    async def issue(self, attempt: int) -> tuple[Tickets, pb.PushOpen, Updates]:
+        """Return the tickets with one for an attempt, and the request that opens its push."""
         self.thread.start()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         sequence = Sequence("r", [2] * 8, 8, params, b"")
@@ -51,9 +61,11 @@ class Receiver:
         tickets = Tickets(self.thread, self.memory, layout, "epoch")
         updates = Updates()
         self.thread.subscribe("r", updates.put)
-        promise = tickets.issue(sequence, 0, first_block, updates)
-        request = pb.PushOpen(ticket_id=promise.ticket_id, first_block=first_block, num_blocks=2)
-        return await tickets.open(request), updates
+        promise = tickets.issue(sequence, attempt, first_block, updates)
+        request = pb.PushOpen(
+            ticket_id=promise.ticket_id, attempt=attempt, first_block=first_block, num_blocks=2
+        )
+        return tickets, request, updates
 
     async def pause(self) -> None:
         """Return when the engine's thread stands still."""
@@ -64,6 +76,21 @@ class Receiver:
 
         self.thread.post(stand_still)
         await asyncio.to_thread(self.has_paused.wait)
+
+
+async def test_a_push_of_another_attempt_is_refused_and_leaves_the_ticket_to_its_own() -> None:
+    receiver = Receiver()
+    tickets, request, _ = await receiver.issue(attempt=2)
+    for attempt in (1, 3):
+        other = pb.PushOpen()
+        other.CopyFrom(request)
+        other.attempt = attempt
+        with pytest.raises(StaleAttemptError, match=f"attempt 2, not {attempt}"):
+            await tickets.open(other)
+    await tickets.open(request)
+    with pytest.raises(UnknownTicketError):
+        await tickets.open(request)
+    await receiver.thread.stop()
 
 
 async def test_a_commit_that_is_cancelled_before_it_runs_ends_the_request() -> None:
