@@ -171,9 +171,10 @@ class AnswerParser:
             cursor.at = match.start() if match else len(cursor.text)
             if cursor.at:
                 writer.write_text()
-            self._is_in_text = not (match and match[0] in readers)
-            if match and not self._is_in_text:
+            if match and match[0] in readers:
+                self._is_in_text = False
                 return readers[match[0]], len(match[0])
+            self._is_in_text = writer.continues
             yield from cursor.more()
 
     def _read_region(self, read: _Reader, length: int) -> Reading[None]:

@@ -47,13 +47,24 @@ class PieceWriter:
         """The last piece; tokens without text count to its kind."""
 
     def add_token(self, text: str) -> None:
-        """Append the text of one token to the cursor's text."""
+        """Append the text of one token to the cursor's text.
+
+        A token without text counts to the text before it, also if text of another part arrives with it.
+        """
         self._cursor.text += text
         end = self.start + len(self._cursor.text)
         self._token_ends.append(end)
         if self._num_unmatched_tokens:
             self._num_unmatched_tokens -= 1
             self._unmatched_end = end
+        if not self._cursor.text:
+            last = self._last or Piece(self.kind, "")
+            self._add(Piece(last.kind, "", self._cut()[1], last.call_index))
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last piece is of the current kind, so that a token without text counts to it."""
+        return self._last is not None and self._last.kind is self.kind
 
     def write_whole(self, text: str, num_tokens: int) -> None:
         """Show the text of some tokens as the current kind; there are no stop strings and no earlier text."""
@@ -108,9 +119,6 @@ class PieceWriter:
 
     def take(self) -> list[Piece]:
         """Return the pieces since the last call."""
-        if self._token_ends and not self._cursor.text:
-            last = self._last or Piece(self.kind, "")
-            self._add(Piece(last.kind, "", self._cut()[1], last.call_index))
         pieces, self._pieces = self._pieces, []
         return pieces
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -534,6 +535,44 @@ def test_tokens_that_only_continue_a_text_may_be_fed_together(
         fed = together.feed_text("".join(parts[start:end]), end - start)
         pieces += together.feed_all(tokens) if fed is None else fed
     assert [*pieces, *together.finish()] == [*expected, *one_by_one.finish()]
+
+
+@given(
+    st.sampled_from(ALL_FORMATS),
+    st.lists(st.sampled_from(["", *PARTS]) | st.text(max_size=4), max_size=20),
+    st.lists(st.integers(0, 20), max_size=4),
+    st.booleans(),
+)
+def test_tokens_count_to_the_same_parts_however_they_are_batched(
+    answer_format: AnswerFormat, tokens: list[str], cuts: list[int], streams_arguments: bool
+) -> None:
+    parser = AnswerParser(answer_format, prompt_tail="", schemas=SCHEMAS, streams_arguments=streams_arguments)
+    pieces: list[Piece] = []
+    for start, end in pairwise(sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})):
+        batch = tokens[start:end]
+        fed = parser.feed_text("".join(batch), len(batch))
+        pieces += parser.feed_all((text, False) for text in batch) if fed is None else fed
+    pieces += parser.finish()
+    alone = pieces_of(answer_format, tokens, streams_arguments=streams_arguments)
+    assert counted(pieces) == counted(alone)
+
+
+@pytest.mark.parametrize("batches", [[["", "Bye"]], [[""], ["Bye"]]])
+def test_a_token_without_text_counts_to_the_call_before_it(batches: list[list[str]]) -> None:
+    parser = AnswerParser(AnswerFormat(THINK, formats.HERMES), prompt_tail="", schemas=SCHEMAS)
+    pieces = parser.feed('<tool_call>{"name": "g"}</tool_call>')
+    for batch in batches:
+        fed = parser.feed_text("".join(batch), len(batch))
+        pieces += parser.feed_all((text, False) for text in batch) if fed is None else fed
+    assert counted([*pieces, *parser.finish()]) == {(Kind.CALL, 0): 2, (Kind.CONTENT, 0): 1}
+
+
+def counted(pieces: Iterable[Piece]) -> Counter[tuple[Kind, int]]:
+    """Return the number of tokens of each part."""
+    counts: Counter[tuple[Kind, int]] = Counter()
+    for piece in pieces:
+        counts[piece.kind, piece.call_index] += piece.num_tokens
+    return +counts
 
 
 def test_a_text_without_a_delimiter_is_fed_at_once() -> None:
