@@ -70,6 +70,7 @@ class ThreadCount:
         self._num_left_out = 0
         self._num_steps = 0
         self._computed = 0.0
+        self._ended_at = self._clock()
         self._waited = self._times.seconds_waited()
         self._idle = (0.0, 0.0)
         """The time when a thread was left out or the number was chosen, and the seconds idle until then."""
@@ -82,6 +83,9 @@ class ThreadCount:
             yield
             return
         began = self._clock()
+        if began - self._ended_at > INTERVAL_SECONDS:
+            # What other threads of this process waited for since the last step says nothing about steps.
+            self._begin_interval(self._times.seconds_waited())
         if self._num_left_out:
             torch.set_num_threads(max(1, most - self._num_left_out))
         try:
@@ -89,8 +93,9 @@ class ThreadCount:
         finally:
             if self._num_left_out:
                 torch.set_num_threads(most)
+            self._ended_at = self._clock()
             self._num_steps += 1
-            self._computed += self._clock() - began
+            self._computed += self._ended_at - began
             if self._computed >= INTERVAL_SECONDS:
                 self._choose(most)
 
@@ -106,6 +111,9 @@ class ThreadCount:
             (began, before), self._idle = self._idle, self._read_idle()
             num_idle = (self._idle[1] - before) / (self._idle[0] - began)
             self._num_left_out = max(0, self._num_left_out - int(num_idle + 1 - MIN_IDLE))
+        self._begin_interval(waited)
+
+    def _begin_interval(self, waited: float) -> None:
         self._waited, self._computed, self._num_steps = waited, 0.0, 0
 
     def _read_idle(self) -> tuple[float, float]:

@@ -79,6 +79,17 @@ def test_long_steps_use_part_of_a_processor_too() -> None:
 
 
 @pytest.mark.usefixtures("threads")
+def test_what_other_threads_waited_for_between_steps_does_not_count() -> None:
+    machine = FakeMachine()
+    count = ThreadCount(machine, lambda: machine.now)
+    machine.now, machine.waited = 3600.0, 20.0
+    assert compute(machine, count) == 4
+    machine.now, machine.waited = 7200.0, 40.0
+    assert compute(machine, count) == 4
+    assert compute(machine, count, lost=1) == 3
+
+
+@pytest.mark.usefixtures("threads")
 def test_the_number_comes_back_after_a_step_that_fails() -> None:
     machine = FakeMachine()
     count = ThreadCount(machine, lambda: machine.now)
