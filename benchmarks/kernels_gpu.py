@@ -1,23 +1,21 @@
-"""Compares the GPU kernels with the limits of the device, contiguous attention and other paged kernels.
+"""Compares the GPU kernels with the limits of the device and with attention over contiguous tensors.
 
     python -m quire.benchmarks.kernels_gpu --heads 32 --kv-heads 8 --head-dim 128 --block-size 16
 
 Decode reads each key and value once and computes little, so its ceiling is the bandwidth of a device copy,
 which is measured too. The ceiling of prefill is the flash kernel of scaled dot product attention, with the
-same shape, over contiguous keys and values. FlashInfer and FlexAttention are shown where they can be
-imported.
+same shape, over contiguous keys and values.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quire.benchmarks.harness.program import CannotRunError, Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
-from quire.engine.model.decode_graphs import CudaCapture, Replay
+from quire.engine.model.decode_graphs import CudaCapture
 from quire.kernels.metadata import AttentionMetadata
 
 DEVICE = torch.device("cuda")
@@ -37,8 +35,7 @@ PROMPTS = ((1, 2048), (8, 2048), (1, 16384))
 NUM_COPIES = 5
 """Number of copies of all keys and values in memory: 16-bit blocks, 8-bit blocks, and contiguous ones."""
 
-Output = torch.Tensor
-Attention = Callable[[], Output]
+Attention = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,25 @@ class Step(NamedTuple):
         query = self.query.view(self.num_seqs, self.new_tokens, *self.query.shape[1:]).transpose(1, 2)
         return query, keys.contiguous(), values.contiguous()
 
+    def narrow_blocks(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same blocks in 8 bits, and their scales."""
+        from quire.kernels.triton.blocks import write_kv
+
+        num_blocks, _, _, block_size, _ = self.kv_layer.shape
+        narrow = torch.empty(self.kv_layer.shape, dtype=dtype, device=DEVICE)
+        scales = torch.empty(narrow.shape[:3], dtype=torch.float32, device=DEVICE)
+        key, value = self.kv_layer.transpose(0, 1).transpose(2, 3).flatten(1, 2)
+        write_kv(key, value, narrow, torch.arange(num_blocks * block_size, device=DEVICE), scales)
+        return narrow, scales
+
+
+class Contender(NamedTuple):
+    """One implementation of a step, and the bytes of keys and values that it reads."""
+
+    name: str
+    run: Attention
+    kv_bytes: int
+
 
 class Row(NamedTuple):
     """The time of one implementation. ``share`` is its share of a copy's bandwidth, and None for prefill."""
@@ -103,23 +119,6 @@ class Row(NamedTuple):
     microseconds: float
     share: float | None = None
     teraflops: float | None = None
-
-
-class Contender(NamedTuple):
-    """One implementation of one step, and the bytes of keys and values that it reads."""
-
-    name: str
-    run: Attention
-    kv_bytes: int
-
-
-class Measurable(NamedTuple):
-    """A contender's step as a CUDA graph, and what it computed."""
-
-    name: str
-    replay: Replay
-    kv_bytes: int
-    output: Output
 
 
 def make_step(model: Model, num_seqs: int, new_tokens: int, seq_len: int) -> Step:
@@ -143,113 +142,40 @@ def make_step(model: Model, num_seqs: int, new_tokens: int, seq_len: int) -> Ste
     return Step(query, kv_layer, AttentionMetadata(tables, starts, lengths, slots), new_tokens, seq_len)
 
 
-def ours(model: Model, step: Step) -> Iterator[Contender]:
-    """Yield our kernel on blocks of 16 bits, and on blocks of 8."""
+def contenders(model: Model, step: Step) -> Iterator[Contender]:
+    """Yield our kernel on blocks of 16 and of 8 bits, and torch's flash kernel on contiguous tensors."""
     from quire.kernels.triton.attention import paged_attention
-    from quire.kernels.triton.blocks import write_kv
 
-    query, kv_layer, metadata, new_tokens, seq_len = step
-    num_tokens = step.num_seqs * seq_len
-
-    def attend(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> Attention:
-        return lambda: paged_attention(
-            query,
-            kv_layer,
-            *metadata[:3],
-            scale=model.scale,
-            kv_scales=kv_scales,
-            max_new_tokens=new_tokens,
-        )
-
-    yield Contender("quire", attend(kv_layer, None), model.kv_bytes(num_tokens))
-    slots = torch.arange(kv_layer.shape[0] * model.block_size, device=query.device)
-    key, value = kv_layer.transpose(0, 1).transpose(2, 3).flatten(1, 2)
+    num_tokens = step.num_seqs * step.seq_len
+    ours = partial(
+        paged_attention,
+        step.query,
+        scale=model.scale,
+        max_new_tokens=step.new_tokens,
+        block_tables=step.metadata.block_tables,
+        query_starts=step.metadata.query_starts,
+        seq_lens=step.metadata.seq_lens,
+    )
+    yield Contender("quire", partial(ours, step.kv_layer), model.kv_bytes(num_tokens))
     for name, dtype in (("quire e4m3", torch.float8_e4m3fn), ("quire int8", torch.int8)):
-        narrow = torch.empty(kv_layer.shape, dtype=dtype, device=query.device)
-        scales = torch.empty(kv_layer.shape[:3], dtype=torch.float32, device=query.device)
-        write_kv(key, value, narrow, slots, scales)
-        yield Contender(name, attend(narrow, scales), model.kv_bytes(num_tokens, dtype))
+        narrow, scales = step.narrow_blocks(dtype)
+        yield Contender(name, partial(ours, narrow, kv_scales=scales), model.kv_bytes(num_tokens, dtype))
+    if step.new_tokens in (1, step.seq_len):  # torch's causal mask starts at the first key
+        yield Contender("contiguous SDPA", contiguous(model, step), model.kv_bytes(num_tokens))
 
 
-def contiguous(model: Model, step: Step) -> Iterator[Contender]:
-    """Yield torch's flash kernel on contiguous keys and values, which shows the cost of paging."""
+def contiguous(model: Model, step: Step) -> Attention:
+    """Return torch's flash kernel on contiguous keys and values, which shows the cost of paging."""
     query, keys, values = step.contiguous()
-    is_prefill = step.new_tokens == step.seq_len
+    is_causal = step.new_tokens > 1
 
-    def run() -> Output:
+    def run() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, is_causal=is_prefill, scale=model.scale, enable_gqa=True
+                query, keys, values, is_causal=is_causal, scale=model.scale, enable_gqa=True
             )
 
-    yield Contender("contiguous SDPA", run, model.kv_bytes(step.num_seqs * step.seq_len))
-
-
-def flex(model: Model, step: Step) -> Iterator[Contender]:
-    """Yield FlexAttention, compiled, on contiguous keys and values."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    query, keys, values = step.contiguous()
-    cached = step.seq_len - step.new_tokens
-    mask = None
-    if step.new_tokens > 1:
-
-        def is_seen(_: Any, __: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return q + cached >= k
-
-        mask = create_block_mask(is_seen, None, None, step.new_tokens, step.seq_len, device=DEVICE)
-    # Each shape is compiled separately, and torch would stop compiling after eight of them.
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def run() -> Output:
-        output: Output = compiled(query, keys, values, block_mask=mask, scale=model.scale, enable_gqa=True)
-        return output
-
-    yield Contender("FlexAttention", run, model.kv_bytes(step.num_seqs * step.seq_len))
-
-
-def flashinfer(model: Model, step: Step) -> Iterator[Contender]:
-    """Yield FlashInfer's paged kernels on the same blocks."""
-    library = importlib.import_module("flashinfer")
-
-    query, kv_layer, metadata, new_tokens, seq_len = step
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
-    per_seq = metadata.block_tables.shape[1]
-    indptr = torch.arange(0, (step.num_seqs + 1) * per_seq, per_seq, dtype=torch.int32, device=DEVICE)
-    indices = metadata.block_tables.flatten()
-    last = torch.full_like(metadata.seq_lens, (seq_len - 1) % model.block_size + 1)
-    heads = (model.num_heads, model.num_kv_heads, model.head_dim, model.block_size)
-    if new_tokens == 1:
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-        wrapper.plan(indptr, indices, last, *heads, q_data_type=model.dtype, kv_data_type=model.dtype)
-    else:
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-        wrapper.plan(
-            metadata.query_starts, indptr, indices, last, *heads, causal=True, q_data_type=model.dtype
-        )
-    yield Contender(
-        "FlashInfer", lambda: wrapper.run(query, kv_layer), model.kv_bytes(step.num_seqs * seq_len)
-    )
-
-
-SOURCES = (ours, contiguous, flashinfer, flex)
-
-
-def contenders(model: Model, step: Step) -> Iterator[Measurable]:
-    """Yield all implementations that can be imported and run."""
-    for source in SOURCES:
-        try:
-            for name, run, kv_bytes in source(model, step):
-                output = run()
-                yield Measurable(name, CudaCapture()(run), kv_bytes, output)
-        except ImportError:
-            continue
-        except Exception as error:  # foreign code may raise anything
-            if source is ours:
-                raise
-            # Some kernels of other projects refuse some shapes, which must not end the table.
-            show_progress(f"{source.__name__} cannot: {str(error).splitlines()[0]}")
+    return run
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -282,7 +208,7 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / seconds(lambda: target.copy_(source))
 
 
-def check(step: Step, first: Output, other: Output, name: str) -> None:
+def check(step: Step, first: torch.Tensor, other: torch.Tensor, name: str) -> None:
     """Raise an error unless two implementations agree, since the speed of a wrong kernel means nothing."""
     if other.dim() == 4:
         other = other.transpose(1, 2).flatten(0, 1)
@@ -292,27 +218,18 @@ def check(step: Step, first: Output, other: Output, name: str) -> None:
         raise AssertionError(f"{name} differs from quire by {error:.3f} in {step.num_seqs} x {step.seq_len}")
 
 
-def fits(model: Model, num_seqs: int, seq_len: int) -> bool:
-    """Return whether the blocks and their copies fit into memory."""
-    free, _ = torch.cuda.mem_get_info()
-    return NUM_COPIES * model.kv_bytes(num_seqs * seq_len) < free
-
-
-def measured(
-    model: Model, num_seqs: int, new_tokens: int, seq_len: int
-) -> Iterator[tuple[Measurable, float]]:
-    """Yield each implementation of a step that fits into memory, with its seconds."""
-    if not fits(model, num_seqs, seq_len):
+def measured(model: Model, num_seqs: int, new_tokens: int, seq_len: int) -> Iterator[tuple[Contender, float]]:
+    """Yield each implementation of a step, with its seconds; none if the blocks do not fit into memory."""
+    if NUM_COPIES * model.kv_bytes(num_seqs * seq_len) > torch.cuda.mem_get_info()[0]:
         show_progress(f"{num_seqs} x {seq_len} is left out: it does not fit into memory")
         return
     step = make_step(model, num_seqs, new_tokens, seq_len)
-    reference: Output | None = None
+    first: torch.Tensor | None = None
     for each in contenders(model, step):
-        if 1 < new_tokens < seq_len and each.name == "contiguous SDPA":
-            continue  # Its causal mask starts at the first key.
-        reference = each.output if reference is None else reference
-        check(step, reference, each.output, each.name)
-        time = seconds(each.replay)
+        output = each.run()
+        first = output if first is None else first
+        check(step, first, output, each.name)
+        time = seconds(CudaCapture()(each.run))
         show_progress(f"{num_seqs} x {seq_len}, {new_tokens} new: {each.name} {time * 1e6:.1f} us")
         yield each, time
     del step
@@ -378,11 +295,7 @@ def main(options: Options) -> Report:
         "of a copy": "{share:.1%}",
         "TFLOP/s": "{teraflops:.1f}",
     }
-    flash = max((r.teraflops for r in rows if r.name == "contiguous SDPA" and r.teraflops), default=math.nan)
-    ceiling = (
-        f"ceilings: a device copy moves {bandwidth / GIGA:.0f} GB/s, "
-        f"contiguous SDPA reaches {flash:.1f} TFLOP/s"
-    )
+    ceiling = f"ceiling of decode: a device copy moves {bandwidth / GIGA:.0f} GB/s"
     results = {"device": device, "copy_bytes_per_second": bandwidth, "rows": rows}
     return Report([table(f"{device}, {model}", rows, columns), ceiling], results)
 

@@ -2,8 +2,10 @@
 
     python -m quire.benchmarks.tune_kernels --head-dim 64,128 --block-size 16 --dry-run
 
-Each candidate that compiles without spills is timed on a few steps; the one with the lowest geometric mean of
-times replaces the row of this GPU's architecture. Rows of other architectures do not change.
+Each candidate that the GPU has enough shared memory for is timed on a few steps; the one with the lowest
+geometric mean of times replaces the row of this GPU's architecture. Rows of other architectures do not
+change. tests/kernels/test_triton_compiled.py then checks that the rows suit the smaller GPUs of the
+architecture too.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import triton
 
-from quire.benchmarks.compiled_kernels import attention_resources, describe
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
@@ -27,7 +29,6 @@ from quire.benchmarks.kernels_gpu import Model, Step, gpu_name, make_step, secon
 from quire.engine.model.decode_graphs import CudaCapture
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention import paged_attention
-from quire.kernels.triton.blocks import write_kv
 from quire.kernels.triton.configs import AttentionConfig, Kernel
 
 TABLE = Path(configs.__file__).with_name("configs.json")
@@ -49,13 +50,13 @@ class Options:
 
 
 def candidates(row: AttentionConfig) -> Iterator[AttentionConfig]:
-    """Yield the row itself and its neighbours that compile without spills."""
+    """Yield the row with each combination of tile sizes."""
     if row.kernel == "decode":
         choices = product([16], [16, 32, 64, 128], [2, 4, 8], [2, 3, 5, 7], [256, 512, 1024])
     else:
         choices = product([16, 32, 64, 128], [16, 32, 64, 128], [4, 8], [2, 3, 5], [0])
     for block_m, block_n, num_warps, num_stages, split_tokens in choices:
-        candidate = replace(
+        yield replace(
             row,
             block_m=block_m,
             block_n=block_n,
@@ -63,8 +64,6 @@ def candidates(row: AttentionConfig) -> Iterator[AttentionConfig]:
             num_stages=num_stages,
             split_tokens=split_tokens,
         )
-        if attention_resources(candidate).fits(row.arch):
-            yield candidate
 
 
 def make_steps(row: AttentionConfig) -> Iterator[tuple[Model, Step, torch.Tensor | None]]:
@@ -73,19 +72,15 @@ def make_steps(row: AttentionConfig) -> Iterator[tuple[Model, Step, torch.Tensor
     model = Model(32, 8, row.head_dim, row.block_size, dtype)
     for num_seqs, new_tokens, seq_len in STEPS[row.kernel]:
         step = make_step(model, num_seqs, new_tokens, seq_len)
-        scales = None
         if row.kv_bits == 8:
-            slots = torch.arange(step.kv_layer.shape[0] * row.block_size, device="cuda")
-            key, value = step.kv_layer.transpose(0, 1).transpose(2, 3).flatten(1, 2)
-            narrow = torch.empty(step.kv_layer.shape, dtype=torch.float8_e4m3fn, device="cuda")
-            scales = torch.empty(narrow.shape[:3], device="cuda")
-            write_kv(key, value, narrow, slots, scales)
-            step = step._replace(kv_layer=narrow)
-        yield model, step, scales
+            narrow, scales = step.narrow_blocks(torch.float8_e4m3fn)
+            yield model, step._replace(kv_layer=narrow), scales
+        else:
+            yield model, step, None
 
 
 def mean_seconds(config: AttentionConfig, steps: list[tuple[Model, Step, torch.Tensor | None]]) -> float:
-    """Return the geometric mean of the times of all steps."""
+    """Return the geometric mean of all steps' times; infinity if the GPU has too little shared memory."""
 
     def find_config(*_: Any) -> AttentionConfig:
         return config
@@ -102,7 +97,10 @@ def mean_seconds(config: AttentionConfig, steps: list[tuple[Model, Step, torch.T
             max_new_tokens=step.new_tokens,
             find_config=find_config,
         )
-        logs.append(math.log(seconds(CudaCapture()(run))))
+        try:
+            logs.append(math.log(seconds(CudaCapture()(run))))
+        except triton.OutOfResources:
+            return math.inf
     return math.exp(sum(logs) / len(logs))
 
 
@@ -110,12 +108,12 @@ def tune(row: AttentionConfig) -> tuple[AttentionConfig, float]:
     """Return the fastest candidate for a row, and its microseconds."""
     steps = list(make_steps(row))
     best, best_time = row, mean_seconds(row, steps)
-    show_progress(f"{describe(row)}: {best_time * 1e6:.1f} us")
+    show_progress(f"{row}: {best_time * 1e6:.1f} us")
     for candidate in candidates(row):
         time = mean_seconds(candidate, steps)
         if time < best_time:
             best, best_time = candidate, time
-            show_progress(f"{describe(best)}: {best_time * 1e6:.1f} us")
+            show_progress(f"{best}: {best_time * 1e6:.1f} us")
     return best, best_time * 1e6
 
 
@@ -140,11 +138,12 @@ def main(options: Options) -> Report:
         row = configs.find_config(kernel, arch, kv_bits, head_dim, options.block_size)
         best, microseconds = tune(replace(row, block_size=options.block_size))
         known[arch, kernel, kv_bits, head_dim, options.block_size] = best
-        rows.append({"configuration": describe(best), **asdict(best), "microseconds": microseconds})
+        rows.append({**asdict(best), "microseconds": microseconds})
         if not options.dry_run:
             write_table([*known.values()])
-    columns = {"configuration": "{configuration}", "µs": "{microseconds:.1f}"}
-    return Report([table(device, rows, columns)], {"device": device, "rows": rows})
+    columns = {each.name: f"{{{each.name}}}" for each in fields(AttentionConfig)}
+    printed = table(device, rows, {**columns, "µs": "{microseconds:.1f}"})
+    return Report([printed], {"device": device, "rows": rows})
 
 
 if __name__ == "__main__":

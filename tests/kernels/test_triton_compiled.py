@@ -13,7 +13,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
-from quire.benchmarks.compiled_kernels import (
+from quire.kernels.triton import configs
+from quire.kernels.triton.attention_kernels import combine_kernel
+from quire.kernels.triton.block_kernels import copy_rows_kernel, write_kv_kernel
+from quire.kernels.triton.configs import AttentionConfig
+from tests.kernels.compiled_kernels import (
     KIB,
     PLAIN,
     SHARED_BYTES,
@@ -25,10 +29,6 @@ from quire.benchmarks.compiled_kernels import (
     describe,
     strides,
 )
-from quire.kernels.triton import configs
-from quire.kernels.triton.attention_kernels import combine_kernel
-from quire.kernels.triton.block_kernels import copy_rows_kernel, write_kv_kernel
-from quire.kernels.triton.configs import AttentionConfig
 
 FEATURED = Variant(all_features=True)
 COMBINE_TYPES = {
