@@ -4,16 +4,15 @@
 
 Sender and receiver are separate processes on one host. The sender's blocks are in a pool; every way brings
 them into the receiver's memory and checks the digest of each. In messages ("clear", or encrypted), a block is
-digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS the
-receiver shows a certificate; with mutual TLS, as between workers, both do. Out of the shared pool, the
-receiver copies a block once and checks the copy; the sender digests it for each push ("shared"), or only when
-it is first sent ("shared, digests kept"). With NIXL, if it is installed, the receiver READs blocks into a
-slab, copies them and checks the copies; the sender digests them for each push. UCX chooses the network among
-those that the environment allows (``UCX_TLS``, ``UCX_NET_DEVICES``).
+digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS both
+show a certificate, as workers do. Out of the shared pool, the receiver copies a block once and checks the
+copy; the sender digests it for each push ("shared"), or only when it is first sent ("shared, digests kept").
+With NIXL, if it is installed, the receiver READs blocks into a slab, copies them and checks the copies; the
+sender digests them for each push. UCX chooses the network among those that the environment allows
+(``UCX_TLS``, ``UCX_NET_DEVICES``).
 
-The ceilings check nothing: ``sendall`` and ``recv_into`` of 2 MiB buffers over TCP and over a Unix socket,
-and a copy of the pool in one thread. All ways take turns; medians count. CPU seconds are those of both
-processes.
+The ceilings check nothing: ``sendall`` and ``recv_into`` of 2 MiB buffers over TCP, and a copy of the pool in
+one thread. All ways take turns; medians count. CPU seconds are those of both processes.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -34,7 +33,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-import grpc
 import grpc.aio
 import numpy as np
 from cryptography import x509
@@ -61,7 +59,7 @@ from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
 from quire.rpc.freed_buffers import keep_freed_buffers
-from quire.rpc.tls import CLUSTER_NAME, ClusterTls, Connect, TlsFiles, server_credentials
+from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -71,11 +69,10 @@ NUM_LAYERS = (1, 8, 32, 80)
 """Layers of 64 KiB (8 KV heads, float16); the last two make the blocks of an 8B and of a 70B model."""
 START_SECONDS = 120.0
 
-Way = Literal["clear", "TLS", "mutual TLS", "shared", "shared, digests kept", "NIXL"]
+Way = Literal["clear", "TLS", "shared", "shared, digests kept", "NIXL"]
 WAYS: tuple[Way, ...] = tuple(way for way in get_args(Way) if way != "NIXL" or find_spec("nixl_cu12"))
 SHARED: tuple[Way, ...] = ("shared", "shared, digests kept")
-UNENCRYPTED: tuple[Way, ...] = ("clear", *SHARED, "NIXL")
-CEILINGS = ("TCP", "Unix socket", "memcpy")
+CEILINGS = ("TCP", "memcpy")
 
 
 @dataclass(frozen=True)
@@ -134,28 +131,6 @@ def write_certificate(folder: Path) -> TlsFiles:
     return files
 
 
-def credentials(way: Way, files: TlsFiles) -> grpc.ServerCredentials | None:
-    """Return the credentials of the receiving end of a connection."""
-    if way in UNENCRYPTED:
-        return None
-    return server_credentials(files if way == "mutual TLS" else replace(files, authority=None))
-
-
-def connect(way: Way, files: TlsFiles) -> Connect:
-    """Return the function that opens the sending end of a connection."""
-    if way in UNENCRYPTED:
-        return grpc.aio.insecure_channel
-    if way == "mutual TLS":
-        return ClusterTls(files).connect
-    trusted = grpc.ssl_channel_credentials(files.certificate.read_bytes())
-
-    def open_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        name = ("grpc.ssl_target_name_override", CLUSTER_NAME)
-        return grpc.aio.secure_channel(address, trusted, options=[*options, name])
-
-    return open_channel
-
-
 def expected_transport(way: Way) -> Transport:
     if way == "NIXL":
         return Transport.NIXL
@@ -163,12 +138,11 @@ def expected_transport(way: Way) -> Transport:
 
 
 class Receiver(NamedTuple):
-    """The receiving process, and where it listens: a gRPC port for each layout and way, and two sockets."""
+    """The receiving process, and where it listens: a gRPC port for each layout and way, and a plain one."""
 
     process_id: int
     grpc_ports: dict[tuple[int, Way], int]
     tcp_port: int
-    unix_path: str
 
 
 def receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
@@ -196,22 +170,18 @@ async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
             metrics = TransferMetrics(CollectorRegistry())
             servicer = KvTransferServicer(sink, metrics, transports[expected_transport(way)])
             kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
-            shown = credentials(way, files)
             ports[num_layers, way] = (
-                server.add_insecure_port(f"{HOST}:0")
-                if shown is None
-                else server.add_secure_port(f"{HOST}:0", shown)
+                server.add_secure_port(f"{HOST}:0", ClusterTls(files).server_credentials())
+                if way == "TLS"
+                else server.add_insecure_port(f"{HOST}:0")
             )
             await server.start()
             servers.append(server)
-    path = str(folder / "unix")
-    with socket.create_server((HOST, 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
-        unix.bind(path)
-        unix.listen()
-        drains = [asyncio.create_task(asyncio.to_thread(_drain, each)) for each in (tcp, unix)]
-        ready.send(Receiver(os.getpid(), ports, tcp.getsockname()[1], path))
+    with socket.create_server((HOST, 0)) as tcp:
+        drain = asyncio.create_task(asyncio.to_thread(_drain, tcp))
+        ready.send(Receiver(os.getpid(), ports, tcp.getsockname()[1]))
         await asyncio.to_thread(ready.poll, None)
-        await asyncio.gather(*drains)
+        await drain
     for server in servers:
         await server.stop(None)
     for each in opened:
@@ -337,7 +307,8 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
     target = np.ones_like(pool.bytes)
     keys = list(receiver.grpc_ports)
     rates = Rates({name: [] for name in CEILINGS}, {key: [] for key in keys}, dict.fromkeys(keys, 0.0), {})
-    channels = {way: ChannelPool(connect(way, files)) for way in WAYS}
+    encrypted = ClusterTls(files).connect
+    channels = {way: ChannelPool(encrypted if way == "TLS" else grpc.aio.insecure_channel) for way in WAYS}
     shared = SharedPools(folder)
     shared.share("sender", pool.descriptor)
     transports: dict[Transport, Transports] = {Transport.MESSAGES: MESSAGES_ONLY, Transport.SHARED: shared}
@@ -345,11 +316,9 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
         by_nixl = NixlPools("sender")
         by_nixl.share(pool.bytes.ctypes.data, pool.bytes.nbytes)
         transports[Transport.NIXL] = by_nixl
-    with socket.create_connection((HOST, receiver.tcp_port)) as tcp, socket.socket(socket.AF_UNIX) as unix:
-        unix.connect(receiver.unix_path)
+    with socket.create_connection((HOST, receiver.tcp_port)) as tcp:
         for number in range(repeats + 1):
             rates.ceilings["TCP"].append(await asyncio.to_thread(send_plainly, tcp, pool))
-            rates.ceilings["Unix socket"].append(await asyncio.to_thread(send_plainly, unix, pool))
             rates.ceilings["memcpy"].append(await asyncio.to_thread(copy_in_memory, pool, target))
             for key, port in receiver.grpc_ports.items():
                 num_layers, way = key
