@@ -1,1 +1,1 @@
-"""How the demo model was trained."""
+"""Trains the demo model: ``python -m quire.models.training.train --out models/demo``."""

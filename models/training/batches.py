@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from random import Random
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
 from quire.models.notes import VALUES, Message
-from quire.models.training.conversations import conversation, recital, small_talk
-from quire.models.training.curriculum import Stage
-from quire.models.training.train_tokenizer import BOS, CONTEXT, END, PAD, SPECIAL_TOKENS
+from quire.models.training.conversations import conversation, recital
+from quire.models.training.tokenizer import BOS, CONTEXT, END, PAD, SPECIAL_TOKENS
 
 VALUE_WEIGHT = 1.0
 """Weight of a value in an answer, which is what the model must learn."""
@@ -25,9 +23,25 @@ TEXT_WEIGHT = 0.05
 TEXT_SHARE = 0.05
 """Share of the user's tokens that are chosen; the model's head is computed only at weighted positions."""
 
+Row = tuple[list[int], list[float]]
+"""Token ids, and the weight of each."""
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+
+class Stage(NamedTuple):
+    """The size of each conversation in a batch."""
+
+    facts: int
+    questions: int
+    """Number of questions, or of statements in a recital."""
+    is_recital: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Approximate tokens of such a conversation: 8 for a note, 20 for a question with its answer."""
+        return 4 * self.questions if self.is_recital else 8 * self.facts + 20 * self.questions + 8
+
+
+class Batch(NamedTuple):
     """Conversations of one stage.
 
     Attributes:
@@ -51,47 +65,36 @@ class Batch:
 class Batches:
     """Makes batches of fresh conversations."""
 
-    def __init__(self, tokenizer: Tokenizer, *, plain: float, unknown: float) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._plain = plain
-        self._unknown = unknown
         self._values = {tokenizer.token_to_id(f"Ġ{value}") for value in VALUES}
-        self._ids = {
-            token: index for token, index in tokenizer.get_vocab().items() if token in SPECIAL_TOKENS
-        }
+        vocabulary = tokenizer.get_vocab()
+        self._ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}
 
     def draw(self, rng: Random, stage: Stage, num_tokens: int) -> Batch:
         """Make a batch of about ``num_tokens`` tokens."""
-        recital_row = partial(self._recital, terse=rng.random() < 0.7)
-        draw_row = recital_row if stage.recital else self._conversation
-        rows = [draw_row(rng, stage) for _ in range(max(1, num_tokens // stage.tokens))]
+        terse = rng.random() < 0.7
+        rows = [
+            self._recital(rng, stage, terse) if stage.is_recital else self._conversation(rng, stage)
+            for _ in range(max(1, num_tokens // stage.tokens))
+        ]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [self._ids[PAD]] * (width - len(row)) for row, _ in rows])
         weights = torch.tensor([row + [0.0] * (width - len(row)) for _, row in rows])
         counted = weights[:, 1:].flatten()
         positions = counted.nonzero().squeeze(1)
-        return Batch(
-            inputs=ids[:, :-1].contiguous(),
-            positions=positions,
-            targets=ids[:, 1:].flatten()[positions],
-            weights=counted[positions],
-        )
+        targets = ids[:, 1:].flatten()[positions]
+        return Batch(ids[:, :-1].contiguous(), positions, targets, counted[positions])
 
-    def _conversation(self, rng: Random, stage: Stage) -> tuple[list[int], list[float]]:
-        """Make one conversation: its token ids and the weight of each."""
-        turns = conversation(rng, stage.facts, stage.questions, plain=self._plain, unknown=self._unknown)
-        if rng.random() < 0.1 * (1.0 - self._plain):
-            talk = small_talk(rng)
-            turns = [*turns, *talk] if turns[0].role == "system" or rng.random() < 0.5 else [*talk, *turns]
-        ids = [self._ids[BOS]]
-        weights = [0.0]
-        for turn in turns:
+    def _conversation(self, rng: Random, stage: Stage) -> Row:
+        ids, weights = [self._ids[BOS]], [0.0]
+        for turn in conversation(rng, stage.facts, stage.questions):
             turn_ids, turn_weights = self._turn(rng, turn)
             ids += turn_ids
             weights += turn_weights
         return ids[:CONTEXT], weights[:CONTEXT]
 
-    def _recital(self, rng: Random, stage: Stage, *, terse: bool) -> tuple[list[int], list[float]]:
+    def _recital(self, rng: Random, stage: Stage, terse: bool) -> Row:
         """Make one recital, with or without the token that begins a conversation."""
         ids = [self._ids[BOS]] * rng.randrange(2)
         weights = [0.0] * len(ids)
@@ -103,7 +106,7 @@ class Batches:
             space = " "
         return ids, weights
 
-    def _turn(self, rng: Random, turn: Message) -> tuple[list[int], list[float]]:
+    def _turn(self, rng: Random, turn: Message) -> Row:
         """Tokenize one turn as the chat template writes it, and weigh its tokens."""
         head, end = self._ids[f"<|{turn.role}|>"], self._ids[END]
         body: list[int] = [*self._tokenizer.encode(turn.content).ids, end]

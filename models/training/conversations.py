@@ -19,27 +19,22 @@ from quire.models.notes import (
     text,
 )
 
+PLAIN = 0.4
+"""Share of conversations in the simplest form: the first question follows the notes, all are worded alike."""
+UNKNOWN = 0.08
+"""Share of questions, in the other conversations, about an item without a note."""
+
 NOTED = "noted."
 """The model's answer to notes without a question."""
 
 SMALL_TALK = {
-    "hello": "hello! give me some notes and ask about them.",
-    "hello!": "hello! give me some notes and ask about them.",
-    "Hello": "hello! give me some notes and ask about them.",
-    "Hello!": "hello! give me some notes and ask about them.",
-    "hi": "hello! give me some notes and ask about them.",
-    "Hi": "hello! give me some notes and ask about them.",
-    "thanks": "you are welcome.",
-    "Thanks!": "you are welcome.",
-    "thank you": "you are welcome.",
-    "Thank you.": "you are welcome.",
-    "what do you know?": "i know the notes.",
-    "What do you know?": "i know the notes.",
+    **dict.fromkeys(
+        ("hello", "hello!", "Hello", "Hello!", "hi", "Hi"), "hello! give me some notes and ask about them."
+    ),
+    **dict.fromkeys(("thanks", "Thanks!", "thank you", "Thank you."), "you are welcome."),
+    **dict.fromkeys(("what do you know?", "What do you know?"), "i know the notes."),
 }
 """Canned answers to messages that are not about notes."""
-
-NO_VALUE = 0
-"""Placeholder for the value of an item without a note."""
 
 FILLERS = (
     "good morning.",
@@ -60,21 +55,24 @@ FILLERS = (
 SEPARATORS = (" ", " ", " ", "\n")
 """Separators between two notes; mostly a space."""
 
+NO_VALUE = 0
+"""Placeholder for the value of an item without a note."""
 
-def conversation(
-    rng: Random, num_facts: int, num_questions: int, *, plain: float = 0.5, unknown: float = 0.0
+
+def conversation(rng: Random, num_facts: int, num_questions: int) -> list[Message]:
+    """Make a conversation about random notes, perhaps with some small talk before or after it."""
+    turns = about_notes(rng, num_facts, num_questions)
+    if rng.random() >= 0.1 * (1.0 - PLAIN):
+        return turns
+    said = rng.choice(list(SMALL_TALK))
+    talk = [Message("user", said), Message("assistant", SMALL_TALK[said])]
+    return [*turns, *talk] if turns[0].role == "system" or rng.random() < 0.5 else [*talk, *turns]
+
+
+def about_notes(
+    rng: Random, num_facts: int, num_questions: int, *, plain: float = PLAIN, unknown: float = UNKNOWN
 ) -> list[Message]:
-    """Make a conversation about random notes.
-
-    Args:
-        rng: source of the random choices.
-        num_facts: number of notes in the conversation.
-        num_questions: number of questions about the notes; none is repeated before all notes were asked
-            about. plain: share of conversations in the simplest form: the notes and the first question in one
-            message,
-            all questions worded alike.
-        unknown: share of questions, in the other conversations, about an item without a note.
-    """
+    """Make questions about notes; none is repeated before all notes were asked about."""
     notes = sample_notes(rng, num_facts)
     asked = list(_ask_order(rng, notes, num_questions))
     if rng.random() < plain:
@@ -100,9 +98,6 @@ def recital(rng: Random, num_facts: int, num_statements: int, *, terse: bool) ->
     Such a text teaches the model to look an item up, with a fifth of the tokens that questions take.
 
     Args:
-        rng: source of the random choices.
-        num_facts: number of different notes.
-        num_statements: number of statements of these notes.
         terse: whether to shorten the notes to ``lantern is 417.``
 
     Returns:
@@ -116,12 +111,6 @@ def recital(rng: Random, num_facts: int, num_statements: int, *, terse: bool) ->
         statements.append((f"{note.item} is {note.value}." if terse else str(note), note.item in seen))
         seen.add(note.item)
     return statements
-
-
-def small_talk(rng: Random) -> list[Message]:
-    """Make an exchange that is not about notes."""
-    said = rng.choice(list(SMALL_TALK))
-    return [Message("user", said), Message("assistant", SMALL_TALK[said])]
 
 
 def _ask_order(rng: Random, notes: list[Note], count: int) -> Iterator[Note]:
@@ -148,7 +137,6 @@ def _without_note(rng: Random, notes: list[Note]) -> list[Note]:
 
 
 def _reply(note: Note) -> str:
-    """Answer a question about the note, or say that there is none."""
     return answer_unknown(note.attribute, note.item) if note.value == NO_VALUE else answer(note)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from quire.models.training.train_tokenizer import BOS, CONTEXT, END, PAD
+from quire.models.training.tokenizer import BOS, CONTEXT, END, PAD
 
 EMBEDDING_SCALE = 0.06
 """Standard deviation of the embeddings, large enough that a copied token stands out among the logits."""

@@ -1,4 +1,4 @@
-"""Train the demo model on a CPU, from few notes to many.
+"""Trains the demo model on a CPU, from few notes to many, in 40 minutes with 2 threads.
 
 python -m quire.models.training.train --out models/demo
 """
@@ -6,223 +6,149 @@ python -m quire.models.training.train --out models/demo
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
-from time import perf_counter
-from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from quire.models.notes import HELD_OUT_SEEDS
-from quire.models.source import demo_model_path
-from quire.models.training.batches import Batch, Batches
-from quire.models.training.curriculum import STAGES, Progress
+from quire.models.training.batches import Batch, Batches, Stage
 from quire.models.training.initial_model import make_model
+from quire.models.training.tokenizer import make_tokenizer, save_tokenizer
+
+STAGES = (
+    Stage(4, 32, is_recital=True),
+    Stage(16, 64, is_recital=True),
+    Stage(3, 6),
+    Stage(6, 9),
+    Stage(12, 12),
+    Stage(20, 20),
+    Stage(32, 24),
+    Stage(50, 30),
+    Stage(75, 36),
+    Stage(100, 40),
+    Stage(130, 44),
+    Stage(180, 60),
+    Stage(240, 85),
+)
+"""The stages in order; the next one opens when the hardest open stage is nearly solved."""
+ADVANCE_AT = 0.95
+"""Running accuracy of the values at the hardest open stage at which the next stage opens."""
+
+SEED = 1
+STEPS = 3550
+TOKENS_OF_A_STEP = 4096
+RATE = 4e-3
+"""Highest learning rate."""
+WARM_UP = 50
+"""Steps until the learning rate reaches ``RATE``."""
+DECAY = 0.6
+"""Share of the run over which the learning rate falls to zero."""
 
 
-def make_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers, and AdamW for the embedding and the norms."""
-    inner = [value for value in model.model.layers.parameters() if value.dim() == 2]
-    outer = [model.model.embed_tokens.weight, *(value for value in model.parameters() if value.dim() == 1)]
-    return [
-        torch.optim.Muon(inner, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(outer, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+class Curriculum:
+    """The progress through the stages.
 
-
-def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, float, float]:
-    """Run the model over a batch.
-
-    Returns:
-        The weighted mean loss, the mean loss of the values in nats, and the share of values predicted right.
+    Attributes:
+        hardest: index of the hardest open stage.
+        accuracy: running share of values predicted right at each stage, given the right tokens before them.
     """
+
+    def __init__(self) -> None:
+        self.hardest = 0
+        self.accuracy = [0.0] * len(STAGES)
+
+    def choose(self, rng: Random) -> int:
+        """Return the stage of the next batch: half the time the hardest open one, until all are solved."""
+        share = 0.5 if self.accuracy[self.hardest] < ADVANCE_AT else 0.1
+        return self.hardest if rng.random() < share else rng.randint(0, self.hardest)
+
+    def record(self, stage: int, accuracy: float) -> None:
+        """Record one step at a stage, and open the next stage if the accuracy suffices."""
+        self.accuracy[stage] = 0.9 * self.accuracy[stage] + 0.1 * accuracy
+        if stage == self.hardest and self.accuracy[stage] >= ADVANCE_AT and stage + 1 < len(STAGES):
+            self.hardest += 1
+
+
+def learning_rate(step: int, num_steps: int) -> float:
+    """Return the learning rate of a step: a warm-up, a plateau, then a linear fall to zero."""
+    return RATE * min(1.0, (step + 1) / WARM_UP) * min(1.0, (1.0 - step / num_steps) / DECAY)
+
+
+def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, float]:
+    """Return the weighted mean loss of a batch, and the share of values predicted right."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden.flatten(0, 1)[batch.positions])
     losses = functional.cross_entropy(logits.float(), batch.targets, reduction="none")
-    value_loss = losses[batch.is_value].mean().item()
     right = (logits.argmax(-1) == batch.targets)[batch.is_value].float().mean().item()
-    return (losses * batch.weights).sum() / batch.weights.sum(), value_loss, right
+    return (losses * batch.weights).sum() / batch.weights.sum(), right
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of a training run.
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the layers, and AdamW for the embedding and the norms."""
+    inner = [value for value in model.model.layers.parameters() if value.dim() == 2]
+    outer = [model.model.embed_tokens.weight, *(value for value in model.parameters() if value.dim() == 1)]
+    return [
+        torch.optim.Muon(inner, lr=RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
-    Attributes:
-        out: folder with the tokenizer, to which the model is exported.
-        checkpoints: folder for checkpoints.
-        resume: checkpoint to continue from.
-        export: whether to write the model to ``out``.
-        steps: number of steps of the whole run.
-        minutes: time limit of the whole run.
-        save_every: minutes between checkpoints.
-        threads: number of torch's threads.
-        seed: seed of weights and conversations.
-        batch: tokens per step.
-        rate: highest learning rate.
-        warmup: steps until the learning rate reaches ``rate``.
-        decay: share of the run over which the learning rate falls to zero.
-        plain: share of conversations in the simplest form.
-        unknown: share of questions about unknown items, in the other conversations.
+
+def train(out: Path, num_steps: int = STEPS, num_tokens: int = TOKENS_OF_A_STEP) -> LlamaForCausalLM:
+    """Make the tokenizer, train a model, and write both to a folder; the weights are rounded to bfloat16.
+
+    The stage and the batch of a step depend on nothing but its number and the accuracies before it.
     """
-
-    out: Path = field(default_factory=demo_model_path)
-    checkpoints: Path = Path("checkpoints")
-    resume: Path | None = None
-    export: bool = True
-    steps: int = 3550
-    minutes: float = 60.0
-    save_every: float = 5.0
-    threads: int = 2
-    seed: int = 1
-    batch: int = 4096
-    rate: float = 4e-3
-    warmup: int = 50
-    decay: float = 0.6
-    plain: float = 0.4
-    unknown: float = 0.08
-
-    def share_done(self, progress: Progress) -> float:
-        """Return the share of the run that is done, by steps or by time, whichever is larger."""
-        return max(progress.step / self.steps, progress.seconds / (60.0 * self.minutes))
-
-    def rate_at(self, progress: Progress) -> float:
-        """Return the learning rate of the next step: a warm-up, a plateau, then a linear fall to zero."""
-        warm = min(1.0, (progress.step + 1) / self.warmup)
-        falling = min(1.0, (1.0 - self.share_done(progress)) / self.decay)
-        return self.rate * warm * falling
-
-
-class Run:
-    """A training run: model, optimizers and progress."""
-
-    def __init__(self, settings: Settings) -> None:
-        torch.manual_seed(settings.seed)
-        self._settings = settings
-        tokenizer = Tokenizer.from_file(str(settings.out / "tokenizer.json"))
-        self._batches = Batches(tokenizer, plain=settings.plain, unknown=settings.unknown)
-        self.model = make_model(tokenizer)
-        self._optimizers = make_optimizers(self.model, settings.rate)
-        self.progress = Progress()
-        if settings.resume:
-            self._resume(settings.resume)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has made its steps or used up its time."""
-        return self._settings.share_done(self.progress) >= 1.0
-
-    def steps(self) -> Iterator[Progress]:
-        """Train until finished, and yield the progress after each step."""
-        progress = self.progress
-        started = perf_counter() - progress.seconds
-        saved_at = progress.seconds
-        while not self.finished:
-            self._step()
-            progress.seconds = perf_counter() - started
-            yield progress
-            if self.finished or progress.seconds - saved_at > 60.0 * self._settings.save_every:
-                saved_at = progress.seconds
-                self.save()
-
-    def save(self) -> None:
-        """Write a checkpoint to resume from, and the exported model."""
-        folder = self._settings.checkpoints
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "progress": asdict(self.progress),
-        }
-        torch.save(state, folder / "last.tmp")
-        os.replace(folder / "last.tmp", folder / "last.pt")
-        if self._settings.export:
-            export_model(self.model, self._settings.out)
-
-    def _step(self) -> None:
-        """Make one step on a fresh batch.
-
-        Seed and step number determine it, so a resumed run has the same.
-        """
-        settings, progress = self._settings, self.progress
-        rate = settings.rate_at(progress)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        rng = Random(f"{settings.seed} {progress.step}")
-        stage = progress.choose(rng)
-        batch = self._batches.draw(Random(rng.randrange(HELD_OUT_SEEDS)), STAGES[stage], settings.batch)
-        loss, value_loss, right = loss_and_accuracy(self.model, batch)
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    save_tokenizer(tokenizer, out)
+    batches, curriculum = Batches(tokenizer), Curriculum()
+    model = make_model(tokenizer)
+    optimizers = make_optimizers(model)
+    for step in range(num_steps):
+        rng = Random(f"{SEED} {step}")
+        stage = curriculum.choose(rng)
+        batch = batches.draw(Random(rng.randrange(HELD_OUT_SEEDS)), STAGES[stage], num_tokens)
+        loss, accuracy = loss_and_accuracy(model, batch)
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self._optimizers:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(step, num_steps)
             optimizer.step()
             optimizer.zero_grad()
-        progress.tokens += batch.inputs.numel()
-        progress.record(stage, value_loss, right)
-
-    def _resume(self, path: Path) -> None:
-        """Continue from a checkpoint."""
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
+        curriculum.record(stage, accuracy)
+        if step % 10 == 0:
+            accuracies = " ".join(f"{each:.1%}" for each in curriculum.accuracy[: curriculum.hardest + 1])
+            print(f"step {step} of {num_steps}, values right by stage: {accuracies}", flush=True)
+    export(model, out)
+    return model
 
 
-def export_model(model: LlamaForCausalLM, out: Path) -> None:
-    """Write a Hugging Face checkpoint in bfloat16 to the folder of the tokenizer, each file atomically."""
+def export(model: LlamaForCausalLM, out: Path) -> None:
+    """Write a Hugging Face checkpoint in bfloat16."""
     config = model.config
-    rounded = deepcopy(model).to(torch.bfloat16)
-    rounded.config.dtype = torch.bfloat16
-    rounded.generation_config = GenerationConfig(
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         pad_token_id=config.pad_token_id,
         do_sample=False,
     )
-    out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent) as folder:
-        rounded.save_pretrained(folder)
-        for path in Path(folder).iterdir():
-            path.chmod(0o644)
-            os.replace(path, out / path.name)
-
-
-def parse() -> Settings:
-    """Read the command line, which has an option for each setting."""
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\n{Settings.__doc__}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in asdict(Settings()).items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
-        else:
-            parser.add_argument(flag, type=Path if default is None else type(default), default=default)
-    return Settings(**vars(parser.parse_args()))
+    model.save_pretrained(out)
 
 
 def main() -> None:
-    """Train, and print the progress regularly."""
-    settings = parse()
-    torch.set_num_threads(settings.threads)
-    run = Run(settings)
-    print(f"{sum(value.numel() for value in run.model.parameters()):,} parameters", flush=True)
-    printed = 0.0
-    for progress in run.steps():
-        if run.finished or progress.seconds - printed >= 10:
-            printed = progress.seconds
-            print(progress, flush=True)
+    """Train the model."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(options.out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from quire.models.notes import held_out
+from quire.models.notes import ATTRIBUTES, ITEMS, VALUES, Example, held_out
 from quire.models.source import demo_model_path
-from quire.models.training.evaluate import Case, answers, form_cases, load, measure
-from quire.models.training.train_tokenizer import SPECIAL_TOKENS, train_tokenizer, whole_tokens
+from quire.models.training.conversations import NOTED
+from quire.models.training.tokenizer import SPECIAL_TOKENS, make_tokenizer, save_tokenizer
+from tests.testing.demo_forms import FORMS, held_out_form
 
 CONVERSATIONS = [
     [{"role": "user", "content": " the code of the lantern is 417. what is the code of the lantern? \n"}],
@@ -38,7 +40,26 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def checkpoint() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    return load(demo_model_path(), torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), padding_side="left")
+    return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval(), tokenizer
+
+
+def num_right(
+    checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast], examples: Sequence[Example]
+) -> int:
+    """Return how many examples transformers answers exactly right, greedily."""
+    model, tokenizer = checkpoint
+    inputs = tokenizer.apply_chat_template(
+        [example.messages for example in examples],
+        add_generation_prompt=True,
+        padding=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    with torch.inference_mode():
+        outputs = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    texts = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(text == example.expected for text, example in zip(texts, examples, strict=True))
 
 
 def config() -> dict[str, Any]:
@@ -53,11 +74,14 @@ def test_any_text_survives(text: str) -> None:
 
 
 def test_words_of_the_language_are_one_token(tokenizer: Tokenizer) -> None:
-    assert [text for text in whole_tokens() if len(tokenizer.encode(text).ids) != 1] == []
+    words = [f" {word}" for word in (*ITEMS, *ATTRIBUTES, *VALUES, "the", "of", "is")]
+    assert [word for word in words if len(tokenizer.encode(word).ids) != 1] == []
 
 
-def test_tokenizer_can_be_made_again(tokenizer: Tokenizer) -> None:
-    assert train_tokenizer().to_str() == tokenizer.to_str()
+def test_tokenizer_can_be_made_again(tmp_path: Path) -> None:
+    save_tokenizer(make_tokenizer(), tmp_path)
+    for made in tmp_path.iterdir():
+        assert json.loads(made.read_text()) == json.loads((demo_model_path() / made.name).read_text())
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
@@ -101,18 +125,27 @@ def test_heads_share_keys_and_the_file_is_small() -> None:
 def test_answers_held_out_notes(
     num: int, facts: int, turns: int, right: int, checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast]
 ) -> None:
-    examples = held_out(num, facts, seed=7, num_turns=turns)
-    found = answers(*checkpoint, examples)
-    assert sum(got.text == example.expected for got, example in zip(found, examples, strict=True)) >= right
+    assert num_right(checkpoint, held_out(num, facts, seed=7, num_turns=turns)) >= right
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", form_cases(10, [20], seed=7), ids=lambda case: case.form)
-def test_answers_every_form(case: Case, checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast]) -> None:
-    result = measure(*checkpoint, case)
-    assert result.right >= 9
-    assert result.examples == 10
-    assert result.dtype == "float32"
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_every_form(form: str, checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast]) -> None:
+    assert num_right(checkpoint, held_out_form(FORMS[form], 10, 20, seed=7)) >= 9
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_answer_of_a_form_follows_from_the_messages(name: str) -> None:
+    for messages, expected in held_out_form(FORMS[name], 20, 20):
+        said = " ".join(message["content"] for message in messages)
+        assert messages[-1]["role"] == "user"
+        if expected.endswith(" is not in the notes."):
+            asked = expected.removesuffix("not in the notes.")
+            assert asked not in said
+            assert asked.removesuffix(" is ") in messages[-1]["content"]
+        elif expected != NOTED:
+            assert expected in said
+            assert expected.split(" is ")[0].removeprefix("the ") in messages[-1]["content"]
 
 
 def test_checkpoint_is_bfloat16() -> None:

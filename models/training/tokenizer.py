@@ -1,11 +1,7 @@
-"""Make the demo model's tokenizer: byte-level BPE in which each word of the language is one token.
-
-python -m quire.models.training.train_tokenizer --out models/demo
-"""
+"""Makes the demo model's tokenizer: byte-level BPE in which each word of the language is one token."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -47,11 +43,6 @@ CHAT_TEMPLATE = (
 was not trained to call tools: it calls one only if its answer must be a call."""
 
 
-def whole_tokens() -> list[str]:
-    """Return the texts that must be one token each."""
-    return [f" {word}" for word in (*ITEMS, *ATTRIBUTES, *VALUES, "the", "of", "is")]
-
-
 def corpus() -> list[str]:
     """Return texts that contain each word of the language the same number of times."""
     sentences = [
@@ -73,7 +64,7 @@ def corpus() -> list[str]:
     return [*sorted(variants), *(f" {value}" for value in VALUES)]
 
 
-def train_tokenizer() -> Tokenizer:
+def make_tokenizer() -> Tokenizer:
     """Return a tokenizer whose merges make each word of the corpus one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,43 +77,20 @@ def train_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(corpus(), trainer)
-    split = [text for text in whole_tokens() if len(tokenizer.encode(text).ids) != 1]
-    if split:
-        raise ValueError(f"not one token each: {split}")
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer in Hugging Face format."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": BOS, "eos_token": END, "pad_token": PAD}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT,
-        "bos_token": BOS,
-        "eos_token": END,
-        "pad_token": PAD,
+        **special,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    special = {name: config[name] for name in ("bos_token", "eos_token", "pad_token")}
-    (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
-
-
-def main() -> None:
-    """Make the tokenizer and write it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "demo", help="folder to write to"
-    )
-    arguments = parser.parse_args()
-    tokenizer = train_tokenizer()
-    save(tokenizer, arguments.out)
-    print(f"{tokenizer.get_vocab_size()} tokens in {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()
+    for name, content in (("tokenizer_config", config), ("special_tokens_map", special)):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
