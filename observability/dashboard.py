@@ -1,4 +1,4 @@
-"""Makes Grafana dashboards from the files in ``boards``, and reads the expressions of dashboards.
+"""Makes Grafana dashboards from the files in ``boards``.
 
 A quotient or a quantile without observations is NaN. The files compare it with 0, which drops it, so that a
 panel shows a gap instead.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from grafana_foundation_sdk.builders import dashboard
@@ -22,20 +22,10 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableOption,
     VariableRefresh,
 )
-from grafana_foundation_sdk.models.dashboard import Panel as BuiltPanel
-from grafana_foundation_sdk.models.prometheus import Dataquery
 
 from quire.observability.panels import DATASOURCE, PanelSpec, build_panel
 
 BOARDS = Path(__file__).with_name("boards")
-
-
-class Expression(NamedTuple):
-    """One expression of a board, and its place in the board."""
-
-    board: str
-    panel: str
-    expression: str
 
 
 def read_board(name: str) -> Dashboard:
@@ -104,19 +94,6 @@ def _instance_variable(instances_of: str) -> dashboard.QueryVariable:
         .all_value(".*")
         .current(VariableOption(text="All", value="$__all"))
     )
-
-
-def panels_of(board: Dashboard) -> list[BuiltPanel]:
-    """Return a board's panels without the headings of its rows."""
-    return [panel for panel in board.panels or () if isinstance(panel, BuiltPanel)]
-
-
-def expressions(board: Dashboard) -> Iterator[Expression]:
-    """Yield every expression."""
-    for panel in panels_of(board):
-        for target in panel.targets or ():
-            assert isinstance(target, Dataquery)
-            yield Expression(board.uid or "", panel.title or "", target.expr)
 
 
 def to_json(board: Dashboard) -> str:

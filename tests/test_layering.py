@@ -28,7 +28,7 @@ ALLOWED: Mapping[str, set[str]] = {
     "llm": {"engine", "kvindex", "models", "sampling", "tokenization"},
     "routing": {"settings"},
     "sampling": {"models", "protos"},
-    "observability": {"client", "engine", "kvindex", "kvtransfer", "protos", "rpc", "services"},
+    "observability": {"engine", "kvindex", "kvtransfer", "rpc", "services"},
     "services": {
         "engine",
         "kvindex",

@@ -14,9 +14,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.observability.live import absent_series, findings, live_run
 from quire.observability.metric_docs import series
-from quire.observability.prometheus import find_prometheus, free_ports
 from quire.observability.registries import (
     DescribedMetric,
     described,
@@ -25,6 +23,8 @@ from quire.observability.registries import (
 )
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from tests.testing.live_run import absent_series, findings, live_run
+from tests.testing.prometheus import find_prometheus, free_ports
 from tests.testing.stacks import StartStack, make_prompt
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from quire.observability.references import references
+from tests.testing.promql import references
 
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "observability"

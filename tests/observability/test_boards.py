@@ -12,9 +12,9 @@ import pytest
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from quire.observability.build import BOARDS, BuiltFile, built_files
-from quire.observability.dashboard import expressions, panels_of, to_json
-from quire.observability.references import references
+from quire.observability.dashboard import to_json
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, ROUTER_PHASES
+from tests.testing.promql import expressions, panels_of, references
 
 
 @pytest.mark.parametrize("file", list(built_files()), ids=lambda file: file.path.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.observability.references import references
+from tests.testing.promql import references
 
 
 def test_series_matchers_and_groupings_are_found() -> None:

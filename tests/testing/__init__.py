@@ -10,5 +10,8 @@
 * ``decodes``: calls of a worker as a router makes them, and the worker's end of a decode.
 * ``fake_worker``: workers that answer from a script, and a router in front of them.
 * ``fake_generation``: a router that answers from a script, for the clients.
+* ``demo_forms``: held-out questions in each form that the demo model is taught.
+* ``live_run``, ``live_load``, ``prometheus``: a stack under load that a real Prometheus watches.
+* ``promql``: the expressions of dashboards, and the series that they refer to.
 * ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
 """

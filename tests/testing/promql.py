@@ -1,10 +1,21 @@
-"""Finds the series and labels that a PromQL expression refers to, without a server."""
+"""Reads the expressions of dashboards, and the series and labels that an expression refers to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import promql_parser
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
+from grafana_foundation_sdk.models.prometheus import Dataquery
+
+
+class Expression(NamedTuple):
+    """One expression of a board, and its place in the board."""
+
+    board: str
+    panel: str
+    expression: str
 
 
 class Selector(NamedTuple):
@@ -44,3 +55,16 @@ def references(expression: str) -> References:
 
     promql_parser.walk(promql_parser.parse(expression.replace("$__rate_interval", "1m")), visit)
     return References(tuple(selectors), frozenset(grouping))
+
+
+def panels_of(board: Dashboard) -> list[Panel]:
+    """Return a board's panels without the headings of its rows."""
+    return [panel for panel in board.panels or () if isinstance(panel, Panel)]
+
+
+def expressions(board: Dashboard) -> Iterator[Expression]:
+    """Yield every expression."""
+    for panel in panels_of(board):
+        for target in panel.targets or ():
+            assert isinstance(target, Dataquery)
+            yield Expression(board.uid or "", panel.title or "", target.expr)

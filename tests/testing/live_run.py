@@ -1,7 +1,5 @@
 """Puts load on a stack under a real Prometheus, so that all events of dashboards and alerts occur.
 
-    python -m quire.observability.live  # which expressions are empty or not numbers
-
 Two prefill and two decode workers with few blocks serve the demo model: requests wait for blocks, are
 preempted, copy prefixes from peers, are cancelled, and lose a prefill worker during the run. Blocks move to
 host memory and disk and back, draft tokens are verified, and some requests come over HTTP.
@@ -9,7 +7,6 @@ host memory and disk and back, draft tokens are verified, and some requests come
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Iterator
@@ -18,20 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from quire.observability.build import BOARDS
-from quire.observability.dashboard import Expression, expressions
-from quire.observability.load import put_load
-from quire.observability.prometheus import (
-    PrometheusClient,
-    Series,
-    find_prometheus,
-    free_ports,
-    running_prometheus,
-)
-from quire.observability.references import references
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig, SloTargets
 from quire.services.worker.config import DiskFolder, WorkerConfig
+from tests.testing.live_load import put_load
+from tests.testing.prometheus import PrometheusClient, Series, free_ports, running_prometheus
+from tests.testing.promql import Expression, expressions, references
 
 SCRAPE_SECONDS = 1.0
 WINDOW_SECONDS = 10
@@ -39,7 +29,6 @@ WINDOW_SECONDS = 10
 NUM_WORKERS = 4
 HOST_CACHE_BYTES = 1 << 20
 DISK_CACHE_BYTES = 64 << 20
-SECONDS = 60.0
 
 
 class LiveRun(NamedTuple):
@@ -66,26 +55,14 @@ def with_variables(expression: str) -> str:
     return expression.replace("$__rate_interval", f"{WINDOW_SECONDS}s").replace("$instance", ".*")
 
 
-def all_expressions() -> list[Expression]:
-    """Return every expression of every dashboard."""
-    return [expression for board in BOARDS for expression in expressions(board)]
-
-
 def findings(run: LiveRun) -> Iterator[Finding]:
     """Yield the dashboards' expressions that showed nothing, or something that is not a number."""
-    for expression in all_expressions():
+    for expression in (each for board in BOARDS for each in expressions(board)):
         series = run.series(expression.expression)
         if not series:
             yield Finding(expression, "empty")
         elif any(each.has_nan for each in series):
             yield Finding(expression, "NaN")
-
-
-def never_above_zero(run: LiveRun) -> Iterator[Expression]:
-    """Yield the expressions of events that did not happen."""
-    for expression in all_expressions():
-        if not any(value > 0 for series in run.series(expression.expression) for value in series.values):
-            yield expression
 
 
 def absent_series(run: LiveRun) -> list[str]:
@@ -133,32 +110,3 @@ def live_run(binary: str, seconds: float) -> Iterator[LiveRun]:
         start = time.time()
         asyncio.run(put_load(stack, seconds))
         yield LiveRun(prometheus, start + WINDOW_SECONDS, time.time())
-
-
-def main() -> None:
-    """Run a load, and say what is wrong with the dashboards and the alert rules."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="about how long to put load on the stack"
-    )
-    options = parser.parse_args()
-    binary = find_prometheus()
-    if binary is None:
-        parser.exit(1, "no prometheus on PATH; Debian and its like: apt install prometheus\n")
-    with live_run(binary, options.seconds) as run:
-        found = list(findings(run))
-        for finding in found:
-            print(f"{finding.problem}: {finding.expression}")
-        rules = run.prometheus.rules()
-        failing = [rule["name"] for rule in rules if rule["health"] != "ok"]
-        states = {rule["name"]: rule["state"] for rule in rules if rule["state"] != "inactive"}
-        for quiet in never_above_zero(run):
-            print(f"always 0: {quiet.board}, {quiet.panel}")
-        print(f"{len(all_expressions())} expressions, {len(found)} of them empty or NaN")
-        for text in absent_series(run):
-            print(f"alerts use metrics that no process has: {text}")
-        print(f"{len(rules)} alert rules, {len(failing)} of them failing; not inactive: {states}")
-
-
-if __name__ == "__main__":
-    main()

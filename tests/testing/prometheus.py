@@ -24,7 +24,7 @@ POLL_SECONDS = 0.05
 HTTP_SECONDS = 30.0
 FIRST_PORT, LAST_PORT = 10_000, 32_000
 """Range below the ports that Linux assigns dynamically, so that a port found free is not taken by chance."""
-ALERTS = Path(__file__).with_name("alerts.yml")
+ALERTS = Path(__file__).parents[2] / "observability" / "alerts.yml"
 
 
 class PrometheusNotStartedError(RuntimeError):
