@@ -293,16 +293,12 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         raise Unimplemented("the model generates; it embeds nothing")
 
     async def StartProfile(
-        self, request: common_pb2.StartProfileRequest, context: Any
+        self, request: Any, context: Any
     ) -> common_pb2.ProfileResponse:
         """Refuse the call, because there is no profiler."""
         raise Unimplemented("there is no profiler; the worker's metrics have the time of each step's phases")
 
-    async def StopProfile(
-        self, request: common_pb2.StopProfileRequest, context: Any
-    ) -> common_pb2.ProfileResponse:
-        """Refuse the call, because there is no profiler."""
-        raise Unimplemented("there is no profiler; the worker's metrics have the time of each step's phases")
+    StopProfile = StartProfile
 
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Any
