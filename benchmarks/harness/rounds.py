@@ -30,16 +30,10 @@ def medians(rounds: Sequence[Figures]) -> Figures:
     return type(rounds[0])(*map(median, zip(*rounds, strict=True)))
 
 
-def best_seconds(
-    call: Callable[[], object], *, prepare: Callable[[], object] = lambda: None, seconds: float = 0.5
-) -> float:
-    """Return the shortest time of the calls that fit into a period, since other work only adds time.
-
-    ``prepare`` runs before each call and does not count.
-    """
+def best_seconds(call: Callable[[], object], *, seconds: float = 0.5) -> float:
+    """Return the shortest time of the calls that fit into a period, since other work only adds time."""
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
-        prepare()
         start = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - start)

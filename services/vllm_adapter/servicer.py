@@ -292,9 +292,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         """Refuse the call, because embeddings are not supported."""
         raise Unimplemented("the model generates; it embeds nothing")
 
-    async def StartProfile(
-        self, request: Any, context: Any
-    ) -> common_pb2.ProfileResponse:
+    async def StartProfile(self, request: Any, context: Any) -> common_pb2.ProfileResponse:
         """Refuse the call, because there is no profiler."""
         raise Unimplemented("there is no profiler; the worker's metrics have the time of each step's phases")
 
