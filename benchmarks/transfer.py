@@ -3,13 +3,12 @@
     python -m quire.benchmarks.transfer --mebibytes 256 --repeats 5
 
 Sender and receiver are separate processes on one host. The sender's blocks are in a pool; every way brings
-them into the receiver's memory and checks the digest of each. In messages ("clear", or encrypted), a block is
-digested, copied into protobuf messages, checked at the receiver and copied into its memory. With TLS both
-show a certificate, as workers do. Out of the shared pool, the receiver copies a block once and checks the
-copy; the sender digests it for each push ("shared"), or only when it is first sent ("shared, digests kept").
-With NIXL, if it is installed, the receiver READs blocks into a slab, copies them and checks the copies; the
-sender digests them for each push. UCX chooses the network among those that the environment allows
-(``UCX_TLS``, ``UCX_NET_DEVICES``).
+them into the receiver's memory and checks the digest of each. In messages, a block is digested, copied into
+protobuf messages, checked at the receiver and copied into its memory. Out of the shared pool, the receiver
+copies a block once and checks the copy; the sender digests it for each push ("shared"), or only when it is
+first sent ("shared, digests kept"). With NIXL, if it is installed, the receiver READs blocks into a slab,
+copies them and checks the copies; the sender digests them for each push. UCX chooses the network among those
+that the environment allows (``UCX_TLS``, ``UCX_NET_DEVICES``).
 
 The ceilings check nothing: ``sendall`` and ``recv_into`` of 2 MiB buffers over TCP, and a copy of the pool in
 one thread. All ways take turns; medians count. CPU seconds are those of both processes.
@@ -25,7 +24,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,11 +33,6 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import grpc.aio
 import numpy as np
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
 from quire.benchmarks.harness.program import Report, program
@@ -59,7 +52,6 @@ from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
 from quire.rpc.freed_buffers import keep_freed_buffers
-from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -69,7 +61,7 @@ NUM_LAYERS = (1, 8, 32, 80)
 """Layers of 64 KiB (8 KV heads, float16); the last two make the blocks of an 8B and of a 70B model."""
 START_SECONDS = 120.0
 
-Way = Literal["clear", "TLS", "shared", "shared, digests kept", "NIXL"]
+Way = Literal["messages", "shared", "shared, digests kept", "NIXL"]
 WAYS: tuple[Way, ...] = tuple(way for way in get_args(Way) if way != "NIXL" or find_spec("nixl_cu12"))
 SHARED: tuple[Way, ...] = ("shared", "shared, digests kept")
 CEILINGS = ("TCP", "memcpy")
@@ -112,25 +104,6 @@ class MemorySink:
         raise RuntimeError(reason)
 
 
-def write_certificate(folder: Path) -> TlsFiles:
-    """Write a certificate of the cluster that is its own authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CLUSTER_NAME)])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CLUSTER_NAME)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    files = TlsFiles(folder / "node.pem", folder / "node.key", folder / "node.pem")
-    files.certificate.write_bytes(certificate.public_bytes(Encoding.PEM))
-    files.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    return files
-
-
 def expected_transport(way: Way) -> Transport:
     if way == "NIXL":
         return Transport.NIXL
@@ -145,13 +118,13 @@ class Receiver(NamedTuple):
     tcp_port: int
 
 
-def receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
+def receive(ready: Connection, folder: Path) -> None:
     """Run the receiving process until the other end of ``ready`` is closed."""
     keep_freed_buffers()
-    asyncio.run(_receive(ready, files, folder))
+    asyncio.run(_receive(ready, folder))
 
 
-async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
+async def _receive(ready: Connection, folder: Path) -> None:
     servers = []
     ports: dict[tuple[int, Way], int] = {}
     opened: list[Transports] = [shared := SharedPools(folder)]
@@ -170,11 +143,7 @@ async def _receive(ready: Connection, files: TlsFiles, folder: Path) -> None:
             metrics = TransferMetrics(CollectorRegistry())
             servicer = KvTransferServicer(sink, metrics, transports[expected_transport(way)])
             kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
-            ports[num_layers, way] = (
-                server.add_secure_port(f"{HOST}:0", ClusterTls(files).server_credentials())
-                if way == "TLS"
-                else server.add_insecure_port(f"{HOST}:0")
-            )
+            ports[num_layers, way] = server.add_insecure_port(f"{HOST}:0")
             await server.start()
             servers.append(server)
     with socket.create_server((HOST, 0)) as tcp:
@@ -201,11 +170,11 @@ def _drain(listener: socket.socket) -> None:
 
 
 @contextmanager
-def receiver_process(files: TlsFiles, folder: Path) -> Iterator[Receiver]:
+def receiver_process(folder: Path) -> Iterator[Receiver]:
     """Start the receiving process and end it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, files, folder), daemon=True)
+    process = context.Process(target=receive, args=(theirs, folder), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -301,14 +270,13 @@ class Rates(NamedTuple):
     gib: dict[tuple[int, Way], float]
 
 
-async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: int, repeats: int) -> Rates:
+async def measure(receiver: Receiver, folder: Path, num_bytes: int, repeats: int) -> Rates:
     """Return the rates of all ways, in turns; the first round opens connections and does not count."""
     pool = SenderPool(num_bytes)
     target = np.ones_like(pool.bytes)
     keys = list(receiver.grpc_ports)
     rates = Rates({name: [] for name in CEILINGS}, {key: [] for key in keys}, dict.fromkeys(keys, 0.0), {})
-    encrypted = ClusterTls(files).connect
-    channels = {way: ChannelPool(encrypted if way == "TLS" else grpc.aio.insecure_channel) for way in WAYS}
+    channels = ChannelPool(grpc.aio.insecure_channel)
     shared = SharedPools(folder)
     shared.share("sender", pool.descriptor)
     transports: dict[Transport, Transports] = {Transport.MESSAGES: MESSAGES_ONLY, Transport.SHARED: shared}
@@ -325,13 +293,12 @@ async def measure(receiver: Receiver, files: TlsFiles, folder: Path, num_bytes: 
                 address = f"{HOST}:{port}"
                 before = both_cpu_seconds(receiver.process_id)
                 chosen = transports[expected_transport(way)]
-                summary = await push(channels[way], address, layout(num_layers), pool, way, chosen)
+                summary = await push(channels, address, layout(num_layers), pool, way, chosen)
                 rates.push[key].append(summary.num_bytes / GIB / summary.seconds)
                 if number:
                     rates.cpu_seconds[key] += both_cpu_seconds(receiver.process_id) - before
                     rates.gib[key] = rates.gib.get(key, 0.0) + summary.num_bytes / GIB
-    for each in channels.values():
-        await each.close()
+    await channels.close()
     for opened in transports.values():
         opened.close()
     return rates
@@ -359,9 +326,8 @@ def main(options: Options) -> Report:
     keep_freed_buffers()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        files = write_certificate(folder)
-        with receiver_process(files, folder) as receiver:
-            rates = asyncio.run(measure(receiver, files, folder, options.mebibytes * MIB, options.repeats))
+        with receiver_process(folder) as receiver:
+            rates = asyncio.run(measure(receiver, folder, options.mebibytes * MIB, options.repeats))
     rows = rows_of(rates)
     ceilings = {name: round(median(values[1:]), 3) for name, values in rates.ceilings.items()}
     ways: dict[str, str] = {

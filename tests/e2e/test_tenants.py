@@ -23,6 +23,7 @@ from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from tests.testing.certificates import write_certificate
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import make_prompt
 
@@ -78,15 +79,6 @@ class Secured:
         return found
 
 
-def write(ca: trustme.CA, folder: Path, name: str) -> TlsFiles:
-    issued = ca.issue_cert(name)
-    authority, files = folder / f"{name}.ca.pem", (folder / f"{name}.pem", folder / f"{name}.key")
-    ca.cert_pem.write_to_path(str(authority))
-    files[0].write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    files[1].write_bytes(issued.private_key_pem.bytes())
-    return TlsFiles(*files, authority)
-
-
 @pytest.fixture(scope="module")
 def secured(
     start_stack: Callable[..., AbstractContextManager[RunningStack]], tmp_path_factory: pytest.TempPathFactory
@@ -95,7 +87,8 @@ def secured(
     folder = tmp_path_factory.mktemp("secured")
     made = {name: new_key(Tenant(name)) for name in ("acme", "globex")}
     (folder / "keys").write_text("\n".join(key.line for key in made.values()))
-    public, cluster = write(trustme.CA(), folder, "localhost"), write(trustme.CA(), folder, CLUSTER_NAME)
+    public = write_certificate(trustme.CA(), folder, "localhost")
+    cluster = write_certificate(trustme.CA(), folder, CLUSTER_NAME)
     assert public.authority is not None
     with pytest.MonkeyPatch.context() as patch, RedisProcess() as index:
         patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)

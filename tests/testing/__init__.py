@@ -13,5 +13,6 @@
 * ``demo_forms``: held-out questions in each form that the demo model is taught.
 * ``live_run``, ``live_load``, ``prometheus``: a stack under load that a real Prometheus watches.
 * ``promql``: the expressions of dashboards, and the series that they refer to.
+* ``certificates``: files of certificates for servers with TLS.
 * ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
 """

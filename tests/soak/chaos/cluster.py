@@ -17,18 +17,20 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import redis.asyncio
+import trustme
 
-from quire.benchmarks.transfer import write_certificate
 from quire.protos.admin_pb2 import ListWorkersRequest, ListWorkersResponse
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.protos.inference_pb2 import GetModelInfoRequest
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from quire.rpc.tls import CLUSTER_NAME
 from quire.services.local.redis_process import RedisProcess
 from tests.soak.chaos.commands import RESTART_SECONDS, Ports, Variant, router_command, worker_command
 from tests.soak.chaos.journal import Journal
 from tests.soak.chaos.processes import WatchedProcess
 from tests.soak.chaos.proxy import Link, process_at, proxy_before
 from tests.soak.chaos.schedule import REDIS, Shape
+from tests.testing.certificates import write_certificate
 
 _Check = Callable[[], Awaitable[bool]]
 FIRST_PORT, LAST_PORT = 20_000, 32_000
@@ -251,7 +253,7 @@ def _only_source(name: str, port: int, server_port: int) -> str:
 
 def _prepare_processes(cluster: Cluster, folder: Path) -> None:
     index, variant = cluster.index, cluster.config.variant
-    certificate = write_certificate(folder) if variant == "tls" else None
+    certificate = write_certificate(trustme.CA(), folder, CLUSTER_NAME) if variant == "tls" else None
     for name in (*cluster.shape.workers, *cluster.shape.routers):
         ports = cluster.ports[name]
         if name in cluster.shape.routers:
