@@ -24,6 +24,13 @@ RESERVED_TOKENS = 32
 OnStep = Callable[[str], None]
 
 
+class PullSpeed(NamedTuple):
+    """The time that copying blocks from one worker to another takes."""
+
+    bytes_per_second: float
+    round_trip_seconds: float
+
+
 class _Timed(NamedTuple):
     """A request's times, in seconds since it was sent."""
 
@@ -36,6 +43,7 @@ async def calibrate(
     *,
     num_blocks: int,
     max_num_seqs: int,
+    pull_speed: PullSpeed | None = None,
     on_step: OnStep = lambda step: None,
 ) -> Calibration:
     """Measure an idle cluster and return its costs.
@@ -44,6 +52,7 @@ async def calibrate(
         connect: opens a client of the cluster.
         num_blocks: blocks of a worker's pool, which the public API does not report.
         max_num_seqs: most sequences that a worker decodes together.
+        pull_speed: speed of pulls, measured by other means; None if unknown.
 
     Raises:
         QuireError: the cluster does not answer.
@@ -78,8 +87,8 @@ async def calibrate(
         decode_step=_rising(steps),
         overhead_seconds=overhead,
         handoff_seconds=max(0.0, gap - steps[0][1]),
-        pull_bytes_per_second=None,
-        pull_round_trip_seconds=0.0,
+        pull_bytes_per_second=pull_speed.bytes_per_second if pull_speed else None,
+        pull_round_trip_seconds=pull_speed.round_trip_seconds if pull_speed else 0.0,
     )
 
 

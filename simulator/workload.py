@@ -50,6 +50,7 @@ def make_requests(
     shared_tokens: int = 768,
     output_tokens: int = 64,
     block_tokens: int = TRACE_BLOCK_TOKENS,
+    chat_gap_seconds: float = CHAT_GAP_SECONDS,
 ) -> list[TraceRequest]:
     """Return requests with Poisson arrivals, ``rate`` per second on average.
 
@@ -67,7 +68,9 @@ def make_requests(
 
     makers: dict[Workload, Callable[[], Iterator[TraceRequest]]] = {
         Workload.MOONCAKE: lambda: _mooncake(rng, rate, blocks, block_tokens),
-        Workload.CHAT: lambda: _chats(rng, rate, blocks, block_tokens, input_tokens, output_tokens),
+        Workload.CHAT: lambda: _chats(
+            rng, rate, blocks, block_tokens, input_tokens, output_tokens, chat_gap_seconds
+        ),
         Workload.SHARED: lambda: _shared(
             rng, rate, blocks, block_tokens, input_tokens, shared_tokens, output_tokens
         ),
@@ -117,7 +120,13 @@ def _mooncake(rng: Random, rate: float, blocks: Blocks, block_tokens: int) -> It
 
 
 def _chats(
-    rng: Random, rate: float, blocks: Blocks, block_tokens: int, turn_tokens: int, output_tokens: int
+    rng: Random,
+    rate: float,
+    blocks: Blocks,
+    block_tokens: int,
+    turn_tokens: int,
+    output_tokens: int,
+    gap_seconds: float,
 ) -> Iterator[TraceRequest]:
     """Yield the turns of chats; the prompt of each turn contains all turns before it."""
     for begin in _arrivals(rng, rate / CHAT_TURNS):
@@ -128,7 +137,7 @@ def _chats(
             ids = _extended(ids, num_tokens, longer, blocks, block_tokens)
             num_tokens = longer
             yield TraceRequest(arrival, num_tokens, output_tokens, tuple(ids))
-            arrival += rng.expovariate(1 / CHAT_GAP_SECONDS)
+            arrival += rng.expovariate(1 / gap_seconds)
 
 
 def _shared(

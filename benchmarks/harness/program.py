@@ -55,11 +55,13 @@ class Report:
         printed: the tables and lines that are printed.
         results: the content of the line of JSON, in addition to the options.
         pictures: pictures by the names of their files.
+        is_failed: whether the exit status is 1.
     """
 
     printed: Sequence[Table | str]
     results: Mapping[str, Any]
     pictures: Mapping[str, Picture] = field(default_factory=dict)
+    is_failed: bool = False
 
 
 class Program(Generic[T]):
@@ -97,6 +99,8 @@ class Program(Generic[T]):
         except KeyboardInterrupt:
             sys.exit(130)
         self._show(options, report, out)
+        if report.is_failed:
+            sys.exit(1)
 
     def _parse(self, words: Sequence[str] | None) -> tuple[T, Path | None]:
         raw = argparse.RawDescriptionHelpFormatter

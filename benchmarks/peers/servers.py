@@ -142,11 +142,12 @@ class Server:
             raise SideFailedError(f"it did not answer in time ({problem}): see {self._log}")
 
 
-def quire_server(setup: Setup, log: Path, num_prefill: int) -> Server:
+def quire_server(setup: Setup, log: Path, num_prefill: int, arguments: Sequence[str] = ()) -> Server:
     """Start ``quire serve`` with one decode worker; the workers divide the processors among them.
 
     Args:
         num_prefill: number of prefill workers. Without any, the decode worker computes the prompts.
+        arguments: further arguments of ``quire serve``.
     """
     ports = free_ports()
     command = [sys.executable, "-P", "-c", "from quire.cli.main import main; main()", "serve", setup.model]
@@ -163,10 +164,9 @@ def quire_server(setup: Setup, log: Path, num_prefill: int) -> Server:
         "http-port": ports.http,
         "admin-port": 0,
     }
+    full = [*command, *_flags(options), *arguments]
     # The router answers before it knows all workers. If the stack is stopped at this time, its start fails.
-    return Server(
-        [*command, *_flags(options)], {"HF_HUB_OFFLINE": "1"}, ports, log, ready_text="quire serves"
-    )
+    return Server(full, {"HF_HUB_OFFLINE": "1"}, ports, log, ready_text="quire serves")
 
 
 def vllm_server(setup: Setup, folder: Path, log: Path, *, is_pair: bool = False) -> Server:

@@ -1,0 +1,143 @@
+"""Sends the requests of a trace to a live stack: equal block ids become equal tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+from typing import Any, NamedTuple
+
+import grpc
+
+from quire.client import AsyncClient, QuireError
+from quire.protos import inference_pb2, worker_pb2
+from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.services.local.stack import RunningStack
+from quire.simulator.calibrate import PullSpeed
+from quire.simulator.cluster import RequestOutcome
+from quire.simulator.figures import quantile
+from quire.simulator.trace import TraceRequest
+
+
+class LiveOutcome(NamedTuple):
+    """The outcome and latencies of one request."""
+
+    request: TraceRequest
+    ttft_seconds: float
+    tpot_seconds: float
+    cached_tokens: int
+    pulled_bytes: int
+    error: str
+    """Name of the gRPC status; empty without an error."""
+
+
+def latencies(outcomes: Sequence[LiveOutcome] | Sequence[RequestOutcome]) -> dict[str, Any]:
+    """Return quantiles of the latencies in milliseconds, and the cached share of the prompt tokens."""
+    ttft = sorted(1000 * outcome.ttft_seconds for outcome in outcomes)
+    tpot = sorted(1000 * outcome.tpot_seconds for outcome in outcomes)
+    num_tokens = sum(outcome.request.input_tokens for outcome in outcomes)
+    return {
+        "ttft_p50_ms": round(quantile(ttft, 0.5), 2),
+        "ttft_p90_ms": round(quantile(ttft, 0.9), 2),
+        "tpot_p50_ms": round(quantile(tpot, 0.5), 2),
+        "cached_share": round(sum(o.cached_tokens for o in outcomes) / num_tokens, 4) if num_tokens else 0.0,
+    }
+
+
+def prompt_of(request: TraceRequest, block_tokens: int, vocabulary: Sequence[int]) -> list[int]:
+    """Return the tokens of a request's prompt; equal block ids give equal tokens."""
+    tokens: list[int] = []
+    for block_id in request.block_ids:
+        tokens += Random(block_id).choices(vocabulary, k=block_tokens)
+    return tokens[: request.input_tokens]
+
+
+async def replay_live(address: str, requests: Sequence[TraceRequest], block_tokens: int) -> list[LiveOutcome]:
+    """Send each request at its time, whether or not the earlier ones have ended."""
+    async with AsyncClient(address) as client:
+        model = await client.model_info()
+        vocabulary = sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
+        prompts = [prompt_of(request, block_tokens, vocabulary) for request in requests]
+        begin = time.perf_counter() + 0.2
+
+        async def send(request: TraceRequest, prompt: list[int]) -> LiveOutcome:
+            due = begin + request.arrival_seconds
+            await asyncio.sleep(due - time.perf_counter())
+            arrivals: list[float] = []
+            usage, error = None, ""
+            try:
+                stream = client.stream(
+                    prompt, max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0
+                )
+                async with aclosing(stream) as deltas:
+                    async for delta in deltas:
+                        arrivals += [time.perf_counter()] * len(delta.token_ids)
+                        usage = delta.usage or usage
+            except QuireError as failure:
+                error = failure.code.name
+            if usage is None:
+                return LiveOutcome(request, 0.0, 0.0, 0, 0, error or "UNKNOWN")
+            num_further = max(1, len(arrivals) - 1)
+            return LiveOutcome(
+                request,
+                arrivals[0] - due,
+                (arrivals[-1] - arrivals[0]) / num_further,
+                usage.cached_prompt_tokens,
+                usage.bytes_pulled,
+                error,
+            )
+
+        return list(await asyncio.gather(*map(send, requests, prompts)))
+
+
+@asynccontextmanager
+async def workers(stack: RunningStack) -> AsyncIterator[dict[str, WorkerServiceStub]]:
+    """Yield a stub of each worker."""
+    channels = {name: grpc.aio.insecure_channel(w.address) for name, w in stack.ready.items()}
+    try:
+        yield {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()}
+    finally:
+        for channel in channels.values():
+            await channel.close(grace=None)
+
+
+async def measure_pulls(stack: RunningStack) -> PullSpeed:
+    """Let one prefill worker copy prompts of two lengths from another; return the line through both."""
+    seconds: list[float] = []
+    num_bytes: list[float] = []
+    rng = Random(time.time_ns())
+    async with workers(stack) as stubs:
+        info = await stubs["prefill-0"].GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
+        for length in (256, 2048):
+            samples: list[worker_pb2.PullSummary] = []
+            for repeat in range(5):
+                prompt = rng.choices(range(2, 258), k=length)
+                await _prefill(stubs["prefill-0"], f"hold-{length}-{repeat}-{rng.random()}", prompt, None)
+                source = worker_pb2.PullSource(
+                    address=stack.ready["prefill-0"].address, epoch=info.epoch, num_blocks=length
+                )
+                response = await _prefill(
+                    stubs["prefill-1"], f"pull-{length}-{repeat}-{rng.random()}", prompt, source
+                )
+                samples.append(response.pulled)
+            best = sorted(samples, key=lambda pulled: pulled.seconds)[len(samples) // 2]
+            seconds.append(best.seconds)
+            num_bytes.append(best.num_bytes)
+    bytes_per_second = (num_bytes[1] - num_bytes[0]) / max(1e-6, seconds[1] - seconds[0])
+    return PullSpeed(bytes_per_second, max(0.0, seconds[0] - num_bytes[0] / bytes_per_second))
+
+
+async def _prefill(
+    stub: WorkerServiceStub, name: str, prompt: list[int], source: worker_pb2.PullSource | None
+) -> worker_pb2.PrefillResponse:
+    sequence = worker_pb2.Sequence(
+        sequence_id=name,
+        token_ids=prompt,
+        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
+        stopping=inference_pb2.StoppingParams(max_tokens=2, ignore_eos=True),
+    )
+    request = worker_pb2.PrefillRequest(sequence=sequence, pull_from=source)
+    responses: list[worker_pb2.PrefillResponse] = [m async for m in stub.Prefill(request, timeout=60)]
+    return responses[0]
