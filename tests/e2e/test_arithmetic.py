@@ -15,7 +15,8 @@ from quire.engine.model.arithmetic import SUMS
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import GREEDY, QUIRE, decode_worker, make_prompt
+from tests.testing.processes import QUIRE, decode_worker
+from tests.testing.stacks import GREEDY, make_prompt
 from tests.testing.until import until
 
 WAIT_SECONDS = 60.0

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.processes import decode_worker
 from tests.testing.stacks import (
     GREEDY,
     StartStack,
     connect,
-    decode_worker,
     make_prompt,
     rest_of,
     until_decode_workers,

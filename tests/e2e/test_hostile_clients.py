@@ -8,7 +8,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ from quire.client import AsyncClient, Unauthenticated
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from tests.testing.processes import QUIRE
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
 NUM_IDLE = 1000
@@ -90,10 +90,9 @@ def serving(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Servi
     with RedisProcess() as index, log.open("wb") as output:
         password = index.url.split(":")[2].partition("@")[0]
         secrets = {"key": made.key, "cluster secret": "a-secret-of-the-cluster", "password": password}
-        command = [sys.executable, "-c", "from quire.cli.main import main; main()", "serve"]
         options = [f"--{option}" for option in OPTIONS]
         process = subprocess.Popen(
-            [*command, str(tiny_model("llama")), *options, "--api-keys", str(tmp_path / "keys")],
+            [*QUIRE, "serve", str(tiny_model("llama")), *options, "--api-keys", str(tmp_path / "keys")],
             env={
                 **os.environ,
                 "QUIRE_REDIS_URL": index.url,

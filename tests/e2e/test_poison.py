@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +15,14 @@ from quire.client import AsyncClient, ServerError
 from quire.rpc.errors import SUSPECTED
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.testing.processes import scripted_workers
 from tests.testing.stacks import make_prompt
 
 NUM_WORKERS, NUM_INNOCENT, NUM_TOKENS = 3, 12, 48
 SECONDS = 120.0
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
-WORKER = """
-import json, os, signal, sys
-from quire.engine.runner.model_runner import ModelRunner
-from quire.services.worker.config import WorkerConfig
-from quire.services.worker_process import run_worker
-
+PROGRAM = """
+import os, signal
 prepare = ModelRunner.prepare
 
 def deadly(self, scheduled):
@@ -36,31 +30,16 @@ def deadly(self, scheduled):
         os.kill(os.getpid(), signal.SIGKILL)
     return prepare(self, scheduled)
 
-def on_ready(running):
+def begin():
     ModelRunner.prepare = deadly
-    print(json.dumps(running.address), flush=True)
-
-run_worker(WorkerConfig(
-    role="decode", model=sys.argv[1], dtype="float32", num_blocks=512, log_level="error",
-), on_ready)
 """
 
 
 @pytest.fixture
 def workers(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Start decode workers that die of a certain request; yield them by their addresses."""
-    command = [sys.executable, "-c", WORKER, str(tiny_model("llama"))]
-    with ExitStack() as stack:
-        processes = []
-        for _ in range(NUM_WORKERS):
-            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            stack.callback(process.kill)
-            processes.append(process)
-        found = {}
-        for process in processes:
-            assert process.stdout is not None
-            found[json.loads(process.stdout.readline())] = process
-        yield found
+    with scripted_workers(PROGRAM, tiny_model("llama"), count=NUM_WORKERS) as running:
+        yield {worker.address: worker.process for worker in running}
 
 
 async def test_a_request_that_kills_workers_is_refused_and_the_others_continue(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -20,21 +17,14 @@ import pytest
 
 from quire.client import AsyncClient, Unsupported
 from quire.client.admin import AdminClient, WorkerStatus
-from tests.testing.stacks import QUIRE, make_prompt
+from tests.testing.processes import QUIRE, serving
+from tests.testing.stacks import make_prompt
 
 NUM_ANSWERS, NUM_TOKENS = 8, 400
 WAIT_SECONDS = 240.0
 
 if find_spec("ray") is None:
     pytest.skip("Ray has no wheel for this Python", allow_module_level=True)
-
-
-class Stack(NamedTuple):
-    """A served stack, and its own process."""
-
-    process: subprocess.Popen[str]
-    address: str
-    admin_address: str
 
 
 class RayCluster(NamedTuple):
@@ -76,46 +66,16 @@ def cluster() -> Iterator[RayCluster]:
                 nodes.kill()
 
 
-@contextmanager
-def serving(ray: str, model: Path, *settings: str) -> Iterator[subprocess.Popen[str]]:
-    common = [
-        "--dtype",
-        "float32",
-        "--num-blocks",
-        "1024",
-        "--threads",
-        "1",
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-    ]
-    command = [*QUIRE, "serve", "--ray", ray, *common, *settings, str(model)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        try:
-            yield process
-            process.send_signal(signal.SIGINT)
-            _, rest = process.communicate(timeout=WAIT_SECONDS)
-            assert (process.returncode, rest.splitlines()[-1]) == (0, "stopped")
-        finally:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
-def stack(cluster: RayCluster, tiny_model: Callable[[str], Path]) -> Iterator[Stack]:
-    with serving(cluster.address, tiny_model("llama"), "--decode", "2") as process:
-        assert process.stderr is not None
-        banner = ""
-        late = threading.Timer(WAIT_SECONDS, process.kill)
-        late.start()
-        for line in process.stderr:
-            banner += line
-            if "  redis " in line:
-                break
-        late.cancel()
-        found = re.search(r"serves .*? at (\S+).*?  admin +(\S+)", banner, re.DOTALL)
-        assert found is not None, banner
-        yield Stack(process, found[1], found[2])
+def addresses(
+    cluster: RayCluster, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, str]]:
+    settings = ["--ray", cluster.address, "--threads", "1", "--decode", "2"]
+    with serving(tiny_model("llama"), tmp_path_factory.mktemp("ray"), *settings) as served:
+        yield served.addresses()
+        served.process.send_signal(signal.SIGINT)
+        status, rest = served.end()
+        assert (status, rest.splitlines()[-1]) == (0, "stopped")
 
 
 async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio.Task[list[int]]]:
@@ -156,10 +116,12 @@ def names(workers: list[WorkerStatus]) -> list[str]:
     return [each.worker_id for each in workers]
 
 
-async def test_scaling_and_the_end_of_a_node_change_no_token(stack: Stack, cluster: RayCluster) -> None:
+async def test_scaling_and_the_end_of_a_node_change_no_token(
+    addresses: dict[str, str], cluster: RayCluster
+) -> None:
     prompts = [make_prompt(40, seed) for seed in range(NUM_ANSWERS)]
-    async with AsyncClient(stack.address, timeout=WAIT_SECONDS) as client:
-        with AdminClient(stack.admin_address, timeout=WAIT_SECONDS) as admin:
+    async with AsyncClient(addresses["grpc"], timeout=WAIT_SECONDS) as client:
+        with AdminClient(addresses["admin"], timeout=WAIT_SECONDS) as admin:
             expected = await asyncio.gather(*await answers(client, prompts))
             assert [len(tokens) for tokens in expected] == [NUM_TOKENS] * NUM_ANSWERS
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
-import psutil
 import pytest
 
 from quire.client import AsyncClient, Unavailable
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from tests.testing.processes import Served, children_of, is_running, serving
 from tests.testing.stacks import make_prompt
 
 NUM_CLIENTS = 16
@@ -27,60 +25,18 @@ NUM_ANSWERS, NUM_UNREAD_TOKENS = 64, 150
 WAIT_SECONDS = 60.0
 # A window so small that the answers do not fit.
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-# As a shell starts a command in the background of a script.
-QUIRE = ["env", "--ignore-signal=INT", sys.executable, "-c", "from quire.cli.main import main; main()"]
-
-
-class Serve:
-    """``quire serve`` in a group of its own, as in a terminal."""
-
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process = process
-        self.folder = folder
-        """Where it keeps temporary files."""
-
-    def line(self, part: str) -> str:
-        """Return the next line of stderr that holds a text."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            if part in line:
-                return line
-        raise AssertionError(f"it ended without saying {part!r}")
-
-    def children(self) -> list[int]:
-        """Return its processes, and those that these have started."""
-        return [each.pid for each in psutil.Process(self.process.pid).children(recursive=True)]
-
-    def end(self) -> tuple[int, str]:
-        """Return its status and the rest of stderr."""
-        _, rest = self.process.communicate(timeout=WAIT_SECONDS)
-        return self.process.returncode, rest
 
 
 @pytest.fixture
-def serve(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Serve]:
-    with serving(tiny_model("llama"), tmp_path) as started:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command keeps temporary files."""
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture
+def serve(tiny_model: Callable[[str], Path], folder: Path) -> Iterator[Served]:
+    with serving(tiny_model("llama"), folder, "--grace-period", "120") as started:
         yield started
-
-
-@contextmanager
-def serving(model: Path, folder: Path) -> Iterator[Serve]:
-    settings = ["--dtype", "float32", "--num-blocks", "2048", "--port", "0", "--http-port", "0"]
-    with subprocess.Popen(
-        [*QUIRE, "serve", str(model), *settings, "--grace-period", "120"],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "TMPDIR": str(folder)},
-    ) as process:
-        try:
-            yield Serve(process, folder)
-        finally:
-            process.kill()
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 async def begin(client: AsyncClient, prompts: list[list[int]]) -> list[asyncio.Task[int]]:
@@ -123,8 +79,8 @@ async def unread(address: str) -> AsyncIterator[Callable[[], Awaitable[int]]]:
         yield read
 
 
-async def test_ctrl_c_lets_requests_end(serve: Serve) -> None:
-    address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
+async def test_ctrl_c_lets_requests_end(serve: Served, folder: Path) -> None:
+    address = (await asyncio.to_thread(serve.addresses))["grpc"]
     async with AsyncClient(address) as client:
         async with unread(address) as read:
             running = await begin(client, [make_prompt(20, seed) for seed in range(NUM_CLIENTS)])
@@ -138,13 +94,13 @@ async def test_ctrl_c_lets_requests_end(serve: Serve) -> None:
     status, rest = await asyncio.to_thread(serve.end)
     assert (status, rest.splitlines()[-1]) == (0, "stopped")
     assert "cut off" not in rest
-    assert not list(serve.folder.iterdir())
+    assert not os.listdir(folder)
 
 
-async def test_the_second_signal_ends_it_at_once(serve: Serve) -> None:
-    address = (await asyncio.to_thread(serve.line, "quire serves")).split(" at ")[1].split()[0]
+async def test_the_second_signal_ends_it_at_once(serve: Served, folder: Path) -> None:
+    address = (await asyncio.to_thread(serve.addresses))["grpc"]
     async with unread(address) as read:
-        children = serve.children()
+        children = children_of(serve.process.pid)
         serve.process.terminate()
         await asyncio.to_thread(serve.line, "waiting for 1 request,")
         serve.process.terminate()
@@ -153,22 +109,22 @@ async def test_the_second_signal_ends_it_at_once(serve: Serve) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await read()
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert not list(serve.folder.iterdir())
+    assert not os.listdir(folder)
     # Redis, the router, two workers, and multiprocessing's fork server and tracker of resources.
     assert len(children) >= 6
     async with asyncio.timeout(WAIT_SECONDS):
         # The helpers of multiprocessing end by themselves when they see that their parent has.
-        while alive(children):
+        while any(map(is_running, children)):
             await asyncio.sleep(0.01)
 
 
-def test_ctrl_c_during_the_start_leaves_no_process(serve: Serve) -> None:
+def test_ctrl_c_during_the_start_leaves_no_process(serve: Served, folder: Path) -> None:
     # Redis, multiprocessing's fork server and tracker of resources, and the router.
-    while len(serve.children()) < 4:
+    while len(children_of(serve.process.pid)) < 4:
         assert serve.process.poll() is None
         time.sleep(0.005)
     os.killpg(serve.process.pid, signal.SIGINT)
     status, rest = serve.end()
     assert (status, rest.splitlines()[-1]) == (0, "stopped")
     assert "Traceback" not in rest
-    assert not list(serve.folder.iterdir())
+    assert not os.listdir(folder)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from quire.client.types import Delta
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.workers.worker import Worker
+from tests.testing.processes import scripted_workers
 from tests.testing.stacks import make_prompt
 
 SECONDS = 120.0
@@ -31,31 +30,24 @@ NOTICED = ("worker_set_aside", "worker_stalled", "worker_left")
 NUM_TOKENS, NUM_BEFORE = 160, 24
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 LONG_PROMPT = 400
-WORKER = """
-import json, signal, sys, threading, time
-from quire.engine.runner.model_runner import ModelRunner
-from quire.services.worker.config import WorkerConfig
-from quire.services.worker_process import run_worker
-
+StartWorkers = Callable[..., AbstractContextManager[dict[str, subprocess.Popen[str]]]]
+PROGRAM = """
+import signal, threading, time
 forward, moves = ModelRunner.forward, threading.Event()
 moves.set()
-seconds_per_token, lag_seconds = float(sys.argv[2]), float(sys.argv[3])
+seconds_per_token, lag_seconds = map(float, sys.argv[2:])
 
 def slow(self, arguments):
     moves.wait()
     time.sleep(0.01 + seconds_per_token * len(arguments.input_ids))
     return forward(self, arguments)
 
-def on_ready(running):
+def begin():
     signal.signal(signal.SIGUSR1, lambda *_: moves.clear())
     signal.signal(signal.SIGUSR2, lambda *_: moves.set())
     signal.signal(signal.SIGHUP, lambda *_: (time.sleep(lag_seconds), print("lagged", flush=True)))
-    print(json.dumps(running.address), flush=True)
 
 ModelRunner.forward = slow
-run_worker(WorkerConfig(
-    role="decode", model=sys.argv[1], dtype="float32", num_blocks=512, log_level="error",
-), on_ready)
 """
 
 
@@ -123,24 +115,14 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def start_workers(tiny_model: Callable[[str], Path]) -> Callable[..., Any]:
+def start_workers(tiny_model: Callable[[str], Path]) -> StartWorkers:
     """Return a function that starts two workers and yields them by their addresses."""
 
     @contextmanager
     def start(seconds_per_token: float = 0.0) -> Iterator[dict[str, subprocess.Popen[str]]]:
-        arguments = [str(tiny_model("llama")), str(seconds_per_token), str(LAG_SECONDS)]
-        command = [sys.executable, "-c", WORKER, *arguments]
-        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        try:
-            found = {}
-            for process in processes:
-                assert process.stdout is not None
-                found[json.loads(process.stdout.readline())] = process
-            yield found
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
+        arguments = (tiny_model("llama"), seconds_per_token, LAG_SECONDS)
+        with scripted_workers(PROGRAM, *arguments, count=2) as running:
+            yield {worker.address: worker.process for worker in running}
 
     return start
 
@@ -163,9 +145,7 @@ async def setup_of(processes: dict[str, subprocess.Popen[str]]) -> AsyncIterator
 
 
 @pytest.fixture(scope="module")
-def pair(
-    start_workers: Callable[..., AbstractContextManager[dict[str, subprocess.Popen[str]]]],
-) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def pair(start_workers: StartWorkers) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Start two quick workers."""
     with start_workers() as processes:
         yield processes
@@ -251,7 +231,7 @@ async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
 
 
 async def test_a_worker_with_a_long_prompt_is_not_set_aside(
-    start_workers: Any, caplog: pytest.LogCaptureFixture
+    start_workers: StartWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start_workers(PROMPT_SECONDS / LONG_PROMPT) as processes:
         async with asyncio.timeout(SECONDS), setup_of(processes) as setup:

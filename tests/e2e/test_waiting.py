@@ -11,7 +11,8 @@ from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import GREEDY, decode_worker, make_prompt, rest_of
+from tests.testing.processes import decode_worker
+from tests.testing.stacks import GREEDY, make_prompt, rest_of
 from tests.testing.until import until
 
 SECONDS = 300.0

@@ -15,4 +15,5 @@
 * ``promql``: the expressions of dashboards, and the series that they refer to.
 * ``certificates``: files of certificates for servers with TLS.
 * ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
+* ``processes``: ``quire serve``, workers that a script changes, ranks, and whether processes run.
 """

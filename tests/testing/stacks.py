@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from random import Random
 from typing import Any
 from urllib.request import urlopen
@@ -23,8 +20,6 @@ from quire.services.local.stack import RunningStack
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 IDLE_SECONDS = 20.0
 WAIT_SECONDS = 60.0
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
-"""The command, as containers run it."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -46,20 +41,6 @@ async def connect(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dict[
         finally:
             for channel in channels.values():
                 await channel.close(None)
-
-
-@contextmanager
-def decode_worker(
-    model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a decode worker in a process of its own."""
-    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url]
-    common = ["--dtype", "float32", "--num-blocks", "1024", "--log-level", "error"]
-    with subprocess.Popen([*command, *common, *settings]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 async def kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None:

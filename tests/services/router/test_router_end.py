@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,8 +17,8 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.services.server.process import free_port
+from tests.testing.processes import QUIRE
 
-QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 SECONDS = 60.0
 
 

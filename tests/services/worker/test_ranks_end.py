@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+
+from tests.testing.processes import QUIRE, is_running, ranks_of
+from tests.testing.until import until
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
-PROGRAM = "import sys; from quire.cli.main import main; sys.argv[0] = 'quire'; main()"
-COMMAND = [sys.executable, "-c", PROGRAM, "decode", "--tensor-parallel-size", "2", "--threads", "2"]
+COMMAND = [*QUIRE, "decode", "--tensor-parallel-size", "2", "--threads", "2"]
 
 
 @contextmanager
@@ -35,37 +35,10 @@ def loading_worker() -> Iterator[tuple[subprocess.Popen[str], int]]:
             worker.kill()
 
 
-def ranks_of(process_id: int) -> list[int]:
-    """Return the children of a process that run a rank."""
-    found = []
-    for path in Path(f"/proc/{process_id}/task").glob("*/children"):
-        for child in path.read_text().split():
-            if b"quire.engine.ranks.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    return found
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
-
-
-def await_end(process_id: int) -> None:
-    deadline = time.monotonic() + SECONDS
-    while is_running(process_id):
-        assert time.monotonic() < deadline, "the process has outlived its worker"
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("delay", [0.0, 1.5, 3.0])
-def test_the_ranks_of_a_worker_that_is_killed_while_it_loads_end(delay: float) -> None:
+async def test_the_ranks_of_a_worker_that_is_killed_while_it_loads_end() -> None:
     with loading_worker() as (worker, rank):
-        time.sleep(delay)
         worker.kill()
-        worker.wait()
-        await_end(rank)
+        await until(lambda: not is_running(rank))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])

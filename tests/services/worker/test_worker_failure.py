@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,20 +15,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.client.errors import from_rpc_error
+from quire.models.source import demo_model_path
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.rpc.errors import DRAINING, ENGINE_FAILED
+from tests.testing.processes import ScriptedWorker, scripted_workers
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
-WORKER = """
-import json, sys, time
+PROGRAM = """
+import time
 from quire.engine.runner import step_watch
-from quire.engine.runner.model_runner import ModelRunner
-from quire.services.worker.config import WorkerConfig
-from quire.services.worker_process import run_worker
 
 step_watch.STALL_SECONDS = 0.5
 whole = ModelRunner.forward
@@ -51,12 +47,11 @@ def crawl(self, arguments):
     time.sleep(0.1)
     return whole(self, arguments)
 
-def on_ready(running):
-    ModelRunner.forward = globals()[sys.argv[1]]
-    print(json.dumps([running.address, running.metrics_port]), flush=True)
+def begin():
+    ModelRunner.forward = globals()[sys.argv[2]]
 
-times = dict(grace_seconds=float(sys.argv[2]), max_step_seconds=float(sys.argv[3]))
-run_worker(WorkerConfig(role="decode", num_blocks=16, max_model_len=256, **times), on_ready)
+settings.update(num_blocks=16, max_model_len=256, log_level="info")
+settings.update(grace_seconds=float(sys.argv[3]), max_step_seconds=float(sys.argv[4]))
 """
 
 
@@ -86,19 +81,11 @@ def opened(address: str) -> Iterator[tuple[grpc.Channel, WorkerServiceStub]]:
 @contextmanager
 def running_worker(
     forward: str, grace_seconds: float = 30.0, max_step_seconds: float = 60.0
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ScriptedWorker]:
     """Run a worker whose steps fail, hang or crawl from the first request on, or fail after two steps."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, forward, str(grace_seconds), str(max_step_seconds)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    arguments = (forward, grace_seconds, max_step_seconds)
+    with scripted_workers(PROGRAM, demo_model_path(), *arguments) as [worker]:
+        yield worker
 
 
 @pytest.mark.parametrize(
@@ -110,10 +97,8 @@ def running_worker(
     ],
 )
 def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) -> None:
-    with running_worker(defect, max_step_seconds=1.0) as process:
-        assert process.stdout is not None
-        address, _ = json.loads(process.stdout.readline())
-        with opened(address) as (channel, stub):
+    with running_worker(defect, max_step_seconds=1.0) as worker:
+        with opened(worker.address) as (channel, stub):
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(), timeout=SECONDS
             )
@@ -125,8 +110,8 @@ def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) 
             assert details in error.message
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
             watch.cancel()
-        _, log = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1
+        _, log = worker.process.communicate(timeout=SECONDS)
+    assert worker.process.returncode == 1
     assert event in log
 
 
@@ -138,36 +123,36 @@ def http_status(port: int, path: str, seconds: float = SECONDS) -> int:
         return error.code
 
 
+def probes(worker: ScriptedWorker) -> tuple[int, int]:
+    """Return the answers about readiness and health."""
+    return http_status(worker.metrics_port, "/ready"), http_status(worker.metrics_port, "/health")
+
+
 def health_of(channel: grpc.Channel, seconds: float = SECONDS) -> Any:
     stub = health_pb2_grpc.HealthStub(channel)
     return stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds).status
 
 
 def test_a_worker_whose_process_is_stopped_answers_no_probe() -> None:
-    with running_worker("crawl") as process:
-        assert process.stdout is not None
-        address, port = json.loads(process.stdout.readline())
-        with grpc.insecure_channel(address) as channel:
-            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
-            assert (http_status(port, "/ready"), http_status(port, "/health")) == (200, 200)
-            process.send_signal(signal.SIGSTOP)
-            with pytest.raises(grpc.RpcError):
-                health_of(channel, 0.5)
-            for path in ("/ready", "/health"):
-                with pytest.raises(TimeoutError):
-                    http_status(port, path, 0.5)
-            # The system still accepts connections, so a probe that only connects would be green.
-            socket.create_connection(("127.0.0.1", port), SECONDS).close()
-            process.send_signal(signal.SIGCONT)
-            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
-            assert http_status(port, "/ready") == 200
+    with running_worker("crawl") as worker, grpc.insecure_channel(worker.address) as channel:
+        assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+        assert probes(worker) == (200, 200)
+        worker.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(grpc.RpcError):
+            health_of(channel, 0.5)
+        for path in ("/ready", "/health"):
+            with pytest.raises(TimeoutError):
+                http_status(worker.metrics_port, path, 0.5)
+        # The system still accepts connections, so a probe that only connects would be green.
+        socket.create_connection(("127.0.0.1", worker.metrics_port), SECONDS).close()
+        worker.process.send_signal(signal.SIGCONT)
+        assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+        assert probes(worker) == (200, 200)
 
 
 def test_a_worker_whose_engine_hangs_reports_it_and_ends_on_sigterm() -> None:
-    with running_worker("hang", grace_seconds=0.2) as process:
-        assert process.stdout is not None
-        address, port = json.loads(process.stdout.readline())
-        with opened(address) as (channel, stub):
+    with running_worker("hang", grace_seconds=0.2) as worker:
+        with opened(worker.address) as (channel, stub):
             reports = stub.WatchWorker(worker_pb2.WatchWorkerRequest(), timeout=SECONDS)
             assert not next(reports).is_stalled
             call = stub.Decode(request(4), timeout=SECONDS)
@@ -175,26 +160,24 @@ def test_a_worker_whose_engine_hangs_reports_it_and_ends_on_sigterm() -> None:
             assert any(report.is_stalled for report in reports)
             assert stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=SECONDS).is_stalled
             assert health_of(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert (http_status(port, "/ready"), http_status(port, "/health")) == (503, 200)
-            process.terminate()
+            assert probes(worker) == (503, 200)
+            worker.process.terminate()
             with pytest.raises(grpc.RpcError):
                 list(call)
-        _, log = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1
+        _, log = worker.process.communicate(timeout=SECONDS)
+    assert worker.process.returncode == 1
     assert "engine_not_stopped" in log
 
 
 def test_a_request_that_outlasts_the_grace_gets_an_error() -> None:
-    with running_worker("crawl", 0.5) as process:
-        assert process.stdout is not None
-        address, _ = json.loads(process.stdout.readline())
-        with opened(address) as (_, stub):
+    with running_worker("crawl", 0.5) as worker:
+        with opened(worker.address) as (_, stub):
             responses = stub.Decode(request(200), timeout=SECONDS)
             assert next(responses).HasField("accepted")
-            process.terminate()
+            worker.process.terminate()
             with pytest.raises(grpc.RpcError) as ended:
                 list(responses)
             error = from_rpc_error(ended.value)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
-        process.communicate(timeout=SECONDS)
-    assert process.returncode == 0
+        worker.process.communicate(timeout=SECONDS)
+    assert worker.process.returncode == 0

@@ -1,0 +1,160 @@
+"""Processes that tests start and watch: ``quire serve``, workers that a script changes, ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
+"""The command, as containers run it."""
+WAIT_SECONDS = 240.0
+_ADDRESSES = {"grpc": r"serves .* at (\S+) \(gRPC", "http": r"http://(\S+)/v1", "admin": r"  admin +(\S+)"}
+_WORKER = """
+import json, sys
+from quire.engine.runner.model_runner import ModelRunner
+from quire.services.worker.config import WorkerConfig
+from quire.services.worker_process import run_worker
+
+settings = {"role": "decode", "model": sys.argv[1], "dtype": "float32", "num_blocks": 512}
+settings["log_level"] = "error"
+
+def begin():
+    pass
+
+PROGRAM
+
+def on_ready(running):
+    begin()
+    print(json.dumps([running.address, running.metrics_port]), flush=True)
+
+run_worker(WorkerConfig(**settings), on_ready)
+"""
+
+
+def is_running(process_id: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def children_of(process_id: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have started."""
+    return [each.pid for each in psutil.Process(process_id).children(recursive=True)]
+
+
+def ranks_of(process_id: int | None) -> list[int]:
+    """Return the children of a process that run a rank."""
+    children = Path(f"/proc/{process_id}/task").glob("*/children")
+    found = [int(child) for path in children for child in path.read_text().split()]
+    return [child for child in found if b"engine.ranks.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@contextmanager
+def decode_worker(
+    model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a decode worker in a process of its own."""
+    command = [sys.executable, "-c", program, "decode", str(model), "--redis-url", redis_url]
+    common = ["--dtype", "float32", "--num-blocks", "1024", "--log-level", "error"]
+    with subprocess.Popen([*command, *common, *settings]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@dataclass(frozen=True)
+class ScriptedWorker:
+    """A decode worker that a script changes."""
+
+    process: subprocess.Popen[str]
+    address: str
+    metrics_port: int
+
+
+@contextmanager
+def scripted_workers(
+    program: str, model: Path, *arguments: object, count: int = 1
+) -> Iterator[list[ScriptedWorker]]:
+    """Run decode workers; each one executes a program before it starts.
+
+    It may change ``ModelRunner`` and the ``settings`` of the worker, and define ``begin()``, which is called
+    when the worker is ready. ``sys.argv`` has the arguments from index 2.
+    """
+    command = [sys.executable, "-c", _WORKER.replace("PROGRAM", program), str(model), *map(str, arguments)]
+    with ExitStack() as stack:
+        processes = []
+        for _ in range(count):
+            pipe = subprocess.PIPE
+            process = stack.enter_context(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+            stack.callback(process.kill)
+            processes.append(process)
+        workers = []
+        for process in processes:
+            assert process.stdout is not None
+            workers.append(ScriptedWorker(process, *json.loads(process.stdout.readline())))
+        yield workers
+
+
+class Served:
+    """A running ``quire serve``."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def line(self, part: str) -> str:
+        """Return what it says on stderr up to the next line that holds a text."""
+        assert self.process.stderr is not None
+        late = threading.Timer(WAIT_SECONDS, self.process.kill)
+        late.start()
+        said = ""
+        for line in self.process.stderr:
+            said += line
+            if part in line:
+                late.cancel()
+                return said
+        raise AssertionError(f"it ended without saying {part!r}: {said}")
+
+    def addresses(self) -> dict[str, str]:
+        """Wait until it serves; return its addresses of "grpc", "http" and "admin"."""
+        banner = self.line("  redis ")
+        found = {name: re.search(pattern, banner) for name, pattern in _ADDRESSES.items()}
+        return {name: match[1] for name, match in found.items() if match}
+
+    def end(self) -> tuple[int, str]:
+        """Wait until it has ended; return its status and the rest of stderr."""
+        _, rest = self.process.communicate(timeout=WAIT_SECONDS)
+        return self.process.returncode, rest
+
+
+@contextmanager
+def serving(model: Path, folder: Path, *settings: str) -> Iterator[Served]:
+    """Start ``quire serve`` in a process group of its own, as a script does that runs it in the background.
+
+    ``folder`` gets its temporary files.
+    """
+    command = ["env", "--ignore-signal=INT", *QUIRE, "serve", str(model), *settings]
+    common = ["--dtype", "float32", "--num-blocks", "2048", "--port", "0", "--http-port", "0"]
+    with subprocess.Popen(
+        [*command, *common],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as process:
+        try:
+            yield Served(process)
+        finally:
+            process.kill()
