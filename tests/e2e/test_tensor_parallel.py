@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill, pull_source
+from tests.testing.processes import is_running, ranks_of
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.until import until
 
-SIZES = {"prefill-0": 1, "prefill-1": 3, "decode-0": 2, "decode-1": 4}
+SIZES = {"prefill-0": 1, "prefill-1": 2, "decode-0": 2, "decode-1": 3}
 """How many processes each worker has. Every worker can compute prompts and decode."""
 PAIRS = list(permutations(SIZES, 2))
 HEADS = {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
@@ -66,7 +68,7 @@ def start(model: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def stack(start: Callable[..., Any]) -> Iterator[RunningStack]:
-    """Run workers of one to four processes, which map each other's pools."""
+    """Run workers of one to three processes, which map each other's pools."""
     with start(SIZES) as running:
         yield running
 
@@ -89,29 +91,6 @@ async def local(
     async with decoding(workers[name], request) as begun:
         tokens = [token for output in await begun.outputs() for token in output.tokens]
         return bits_of(tokens), begun.accepted.accepted
-
-
-def ranks_of(stack: RunningStack, name: str) -> list[int]:
-    """Return the processes that a worker has started and that run a rank."""
-    worker = stack.workers[name].process.pid
-    assert worker is not None
-    children = Path(f"/proc/{worker}/task").glob("*/children")
-    found = [int(pid) for path in children for pid in path.read_text().split()]
-    return [pid for pid in found if b"quire.engine.ranks.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
-
-
-async def ended(process_ids: list[int], seconds: float = WAIT_SECONDS) -> None:
-    """Wait until processes have ended."""
-    async with asyncio.timeout(seconds):
-        while any(map(is_running, process_ids)):
-            await asyncio.sleep(0.02)
 
 
 async def answered(
@@ -137,20 +116,6 @@ async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack) ->
             assert given == again == expected, (prefill, decode)
             assert len(expected) == NUM_NEW
         await wait_until_idle(workers)
-
-
-async def test_workers_of_the_same_size_push_to_each_other(start: Callable[..., Any]) -> None:
-    with start({"prefill-0": 2, "decode-0": 2}) as stack:
-        async with connect(stack) as (_, workers):
-            prompts = [make_prompt(length, seed=300) for length in (60, 200)]
-            for prompt in prompts:
-                given, accepted, _ = await answered(workers, "prefill-0", "decode-0", prompt)
-                assert accepted.num_cached_tokens == 0
-                again, accepted, computed = await answered(workers, "decode-0", "prefill-0", prompt)
-                assert again == given
-                assert accepted.num_cached_tokens
-                assert computed.num_cached_tokens
-            await wait_until_idle(workers)
 
 
 async def test_more_ranks_than_key_value_heads(
@@ -186,7 +151,7 @@ async def test_blocks_are_pulled_from_a_peer_of_another_size(
     stack: RunningStack, owner: str, taker: str
 ) -> None:
     async with connect(stack) as (_, workers):
-        prompt = make_prompt(LENGTH, seed=300 + 10 * SIZES[owner] + SIZES[taker])
+        prompt = make_prompt(LENGTH, seed=300 + PAIRS.index((owner, taker)))
         await prefill(workers[owner], sequence_of(prompt))
         source = await pull_source(workers[owner], NUM_FULL + 1)
         given, accepted = await local(workers, taker, prompt, pull_from=source)
@@ -206,38 +171,51 @@ async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event | None
     return tokens
 
 
-@pytest.mark.parametrize("victim", ["worker", "rank", "stopped rank"])
-async def test_answers_continue_on_a_worker_of_another_size(start: Callable[..., Any], victim: str) -> None:
-    sizes = {"prefill-0": 2, "decode-0": 2, "decode-1": 1}
+async def test_answers_continue_on_a_worker_of_another_size(start: Callable[..., Any]) -> None:
+    """A worker is killed, then a rank of another one, and at last a rank of a third one is stopped."""
+    sizes = {"prefill-0": 1, "decode-0": 2, "decode-1": 2, "decode-2": 2, "decode-3": 1}
     with start(sizes, num_blocks=512, max_model_len=500) as stack:
-        ranks, worker = ranks_of(stack, "decode-0"), stack.workers["decode-0"].process.pid
-        assert worker is not None
-        async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
-            prompts = [make_prompt(60, seed=30 + index) for index in range(6)]
-            expected = [await answer(client, prompt) for prompt in prompts]
-            begun = [asyncio.Event() for _ in prompts]
-            answers = [
-                asyncio.create_task(answer(client, prompt, has_begun))
-                for prompt, has_begun in zip(prompts, begun, strict=True)
-            ]
-            await asyncio.gather(*(each.wait() for each in begun))
-            # The first token of an answer comes from the prefill worker.
-            while not (await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).num_running:
-                await asyncio.sleep(0.001)
-            sent = signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL
-            os.kill(worker if victim == "worker" else ranks[0], sent)
-            await ended([*ranks, worker])
-            assert await asyncio.gather(*answers) == expected
+        divided = {name: processes_of(stack, name) for name, size in sizes.items() if size > 1}
+        async with connect(stack) as (client, workers), asyncio.timeout(3 * WAIT_SECONDS):
+            # New prompts go to the workers with the fewest requests.
+            prompts = iter([make_prompt(60, seed=30 + index) for index in range(12)])
+            given: list[tuple[list[int], list[int]]] = []
+            for index, sent in ((0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)):
+                asked = list(islice(prompts, 4))
+                begun = [asyncio.Event() for _ in asked]
+                answers = [
+                    asyncio.create_task(answer(client, *each)) for each in zip(asked, begun, strict=True)
+                ]
+                await asyncio.gather(*(each.wait() for each in begun))
+                processes = divided.pop(await busy(workers, [*divided]))
+                os.kill(processes[index], sent)
+                await until(lambda gone=processes: not any(map(is_running, gone)))
+                given += zip(asked, await asyncio.gather(*answers), strict=True)
+            for prompt, tokens in given:
+                assert tokens == await answer(client, prompt)
 
 
-@pytest.mark.parametrize("victim", ["worker", "rank"])
-async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_push(
-    start: Callable[..., Any], victim: str
+def processes_of(stack: RunningStack, name: str) -> list[int]:
+    """Return the processes of a worker, that of its engine first."""
+    worker = stack.workers[name].process.pid
+    assert worker is not None
+    return [worker, *ranks_of(worker)]
+
+
+async def busy(workers: dict[str, Any], names: list[str]) -> str:
+    """Return the first of some workers that decodes an answer."""
+    while True:
+        for name in names:
+            if (await workers[name].GetLoad(worker_pb2.GetLoadRequest())).num_running:
+                return name
+
+
+async def test_a_prompt_is_retried_elsewhere_when_a_rank_ends_during_the_push(
+    start: Callable[..., Any],
 ) -> None:
     sizes = {"prefill-0": 2, "decode-0": 1}
     with start(sizes, max_num_batched_tokens=4, max_num_seqs=4, transport="messages") as stack:
-        ranks, worker = ranks_of(stack, "prefill-0"), stack.workers["prefill-0"].process.pid
-        assert worker is not None
+        processes = processes_of(stack, "prefill-0")
         async with connect(stack) as (client, workers), asyncio.timeout(WAIT_SECONDS):
             prompt = make_prompt(350, seed=50)
             greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
@@ -245,22 +223,20 @@ async def test_a_prompt_is_retried_elsewhere_when_its_worker_ends_during_the_pus
             while not (load := await workers["decode-0"].GetLoad(worker_pb2.GetLoadRequest())).used_blocks:
                 await asyncio.sleep(0.001)
             assert load.num_transferring, "the push has ended too soon"
-            os.kill(worker if victim == "worker" else ranks[0], signal.SIGKILL)
+            os.kill(processes[1], signal.SIGKILL)
             tokens = list((await asking).token_ids)
-            await ended([*ranks, worker])
+            await until(lambda: not any(map(is_running, processes)))
             assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
             await wait_until_idle({"decode-0": workers["decode-0"]})
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any], sent: signal.Signals) -> None:
-    with start({"decode-0": 2, "decode-1": 1}) as stack:
+async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any]) -> None:
+    with start({"decode-0": 2, "decode-1": 2, "decode-2": 1}) as stack:
         async with connect(stack) as (client, _):
-            [rank] = ranks_of(stack, "decode-0")
-            worker = stack.workers["decode-0"].process.pid
-            assert worker is not None
-            os.kill(rank, sent)
-            await ended([rank, worker])
+            for name, sent in (("decode-0", signal.SIGKILL), ("decode-1", signal.SIGSTOP)):
+                worker, rank = processes_of(stack, name)
+                os.kill(rank, sent)
+                await until(lambda gone=(worker, rank): not any(map(is_running, gone)))
             response = await client.generate(make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
             assert len(response.token_ids) == 4
 

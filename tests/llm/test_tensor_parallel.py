@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -27,6 +28,8 @@ from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
 from quire.settings.setting import SettingError
+from tests.testing.processes import is_running
+from tests.testing.until import until
 
 pytestmark = pytest.mark.slow
 
@@ -52,14 +55,6 @@ def process_ids(llm: LLM) -> list[int]:
     return llm._ranks.process_ids
 
 
-def is_running(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def answers(llm: LLM) -> list[Any]:
     """Return all tokens, and the exact logprobs of the best ones."""
     return [
@@ -71,11 +66,9 @@ def answers(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize(
     ("architecture", "overrides", "dtype", "sizes"),
     [
-        ("llama", {}, "float32", (2, 3, 4)),
-        ("llama", {"tie_word_embeddings": True}, "bfloat16", (3,)),
-        ("qwen2", {"num_key_value_heads": 2}, "bfloat16", (2, 3, 4)),
-        ("qwen2", {"num_key_value_heads": 1}, "float32", (5,)),
-        ("gemma2", {}, "float16", (3, 4)),
+        ("llama", {}, "float32", (2, 4)),
+        ("qwen2", {"tie_word_embeddings": True}, "bfloat16", (2,)),
+        ("gemma2", {}, "float32", (3,)),
     ],
 )
 def test_any_number_of_ranks_gives_the_same_bits(
@@ -85,14 +78,19 @@ def test_any_number_of_ranks_gives_the_same_bits(
     dtype: str,
     sizes: tuple[int, ...],
 ) -> None:
-    """Where 3 do not divide the 8 heads, ranks have unequal parts and send sums of several pieces."""
+    """Where 3 do not divide the 8 heads, ranks have unequal parts and send sums of several pieces.
+
+    Workers with different numbers of ranks exchange blocks, so they describe these alike.
+    """
     folder = model(architecture, **overrides)
     with start(folder, 1, dtype) as llm:
         expected = answers(llm)
         has_recipe = llm.engine.model.recipe is not None
+        described = llm.engine.model.digest, llm.engine.memory.shape
     for num_ranks in sizes:
         with start(folder, num_ranks, dtype) as llm:
             assert (llm.engine.model.recipe is not None) == has_recipe
+            assert (llm.engine.model.digest, llm.engine.memory.shape) == described
             assert answers(llm) == expected
             others = process_ids(llm)
         assert len(others) == num_ranks - 1
@@ -179,12 +177,11 @@ def test_quantized_weights_are_not_divided() -> None:
 @pytest.mark.parametrize(
     ("settings", "num_kv_heads"),
     [
-        ({"kv_cache_dtype": "int8"}, 4),
-        ({"kv_cache_dtype": "fp8"}, 1),
+        ({"kv_cache_dtype": "int8"}, 1),
         ({"speculation": "ngram", "max_num_batched_tokens": 16, "max_num_seqs": 8}, 4),
         ({"speculation": "draft"}, 4),
     ],
-    ids=["int8", "fp8 with a head on both ranks", "ngram", "draft"],
+    ids=["int8 with a head on both ranks", "ngram", "draft"],
 )
 def test_other_settings_give_the_same_bits_on_ranks(
     model: Callable[..., Path], settings: dict[str, Any], num_kv_heads: int
@@ -199,18 +196,33 @@ def test_other_settings_give_the_same_bits_on_ranks(
     assert answered[0] == answered[1]
 
 
-def test_beams_and_forms_give_the_same_answers_on_ranks(model: Callable[..., Path]) -> None:
+def test_requests_of_all_kinds_give_the_same_answers_on_ranks(model: Callable[..., Path]) -> None:
+    """Prompts are computed in chunks, so their logprobs come from several steps."""
     beams = BeamSearchParams(beam_width=4, max_tokens=20)
+    sampled: dict[str, Any] = {"temperature": 0.8, "seed": 3}
     form = StructuredOutputsParams(regex="[a-f]{4,30}!")
-    formed = SamplingParams(max_tokens=40, temperature=0.8, seed=3, structured_outputs=form)
+    formed = SamplingParams(max_tokens=40, structured_outputs=form, **sampled)
+    bounded = SamplingParams(max_tokens=24, kv_budget_tokens=64, ignore_eos=True, **sampled)
+    scored = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
     answered = []
     for num_ranks in (1, 3):
-        with start(model("llama"), num_ranks) as llm:
-            found = llm.beam_search(_PROMPTS, beams, use_tqdm=False)
-            texts = llm.generate(_PROMPTS, formed, use_tqdm=False)
+        with start(model("llama"), num_ranks, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+            searched = llm.beam_search(_PROMPTS, beams, use_tqdm=False)
+            texts, budgets, scores = (
+                llm.generate(_PROMPTS, params, use_tqdm=False) for params in (formed, bounded, scored)
+            )
         assert all(re.fullmatch("[a-f]{4,30}!", each.outputs[0].text) for each in texts)
-        scored = [[(each.token_ids, each.cumulative_logprob) for each in output.outputs] for output in found]
-        answered.append((scored, [each.outputs[0].token_ids for each in texts]))
+        assert any(each.prompt_logprobs for each in scores)
+        answered.append(
+            [
+                [
+                    [(each.token_ids, each.cumulative_logprob) for each in output.outputs]
+                    for output in searched
+                ],
+                [each.outputs[0].token_ids for each in (*texts, *budgets)],
+                [each.prompt_logprobs for each in scores],
+            ]
+        )
     assert answered[0] == answered[1]
 
 
@@ -233,41 +245,6 @@ def test_a_checkpoint_with_other_names_is_refused(model: Callable[..., Path]) ->
 def test_a_model_that_cannot_be_divided_is_refused(model: Callable[..., Path]) -> None:
     with pytest.raises(SettingError, match="segments"):
         start(model("llama", intermediate_size=96), 2)
-
-
-def test_a_kv_budget_frees_the_same_blocks_on_any_number_of_ranks(model: Callable[..., Path]) -> None:
-    params = SamplingParams(max_tokens=24, kv_budget_tokens=64, temperature=0.8, seed=3, ignore_eos=True)
-    answered = []
-    for num_ranks in (1, 2):
-        with start(model("llama"), num_ranks) as llm:
-            answered.append(
-                llm.generate([list(range(5, 205))], params, use_tqdm=False)[0].outputs[0].token_ids
-            )
-    assert answered[0] == answered[1]
-
-
-def test_prompt_logprobs_of_a_prompt_in_chunks(model: Callable[..., Path]) -> None:
-    params = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
-    scored = []
-    for num_ranks in (1, 2):
-        with start(model("llama"), num_ranks, max_num_batched_tokens=64, max_num_seqs=4) as llm:
-            scored.append(llm.generate([list(range(5, 155))], params, use_tqdm=False)[0].prompt_logprobs)
-    assert scored[0] == scored[1]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "overrides", "dtype"),
-    [("llama", {"tie_word_embeddings": True}, "bfloat16"), ("qwen2", {"num_key_value_heads": 2}, "auto")],
-)
-def test_blocks_and_their_origin_are_described_alike(
-    model: Callable[..., Path], architecture: str, overrides: dict[str, Any], dtype: str
-) -> None:
-    """Workers with different numbers of ranks exchange blocks."""
-    described = []
-    for num_ranks in (1, 2):
-        with start(model(architecture, **overrides), num_ranks, dtype) as llm:
-            described.append((llm.engine.model.digest, llm.engine.memory.shape))
-    assert described[0] == described[1]
 
 
 def test_a_process_that_cannot_be_started_leaks_no_descriptor(
@@ -305,7 +282,4 @@ def test_ranks_end_when_rank_0_is_killed(model: Callable[..., Path]) -> None:
         others = [int(each) for each in process.stdout.readline().split()]
         process.kill()
     assert others
-    deadline = time.monotonic() + 30
-    while any(map(is_running, others)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    asyncio.run(until(lambda: not any(map(is_running, others))))
