@@ -27,7 +27,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.execution import attempt
 from tests.testing.stacks import connect, metric, wait_until_idle
 
-NUM_CHATS, NUM_TURNS, NUM_FACTS = 4, 4, 20
+NUM_CHATS, NUM_TURNS, NUM_FACTS = 2, 4, 20
 MAX_TOKENS = 16
 BLOCK_SIZE = 16
 ROLES = ("prefill", "decode")

@@ -19,8 +19,8 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from tests.testing.stacks import connect, wait_until_idle
 
-NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 200, 20, 16
-NUM_CHATS, NUM_TURNS = 8, 8
+NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 40, 20, 16
+NUM_CHATS, NUM_TURNS = 2, 8
 BLOCK_SIZE = 16
 
 

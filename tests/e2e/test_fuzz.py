@@ -21,7 +21,7 @@ from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
-CALL_SECONDS = 1.0
+CALL_SECONDS = 0.3
 PATIENCE_SECONDS = 20.0
 """A call that lasts longer than its deadline by this much hangs."""
 
@@ -51,7 +51,7 @@ _ENDLESS = ("SubscribeKvEvents", "StreamOutputs", "WatchWorker")
 _WRITE_FAILED = "Internal error from Core"
 OPEN_STREAM = "open"
 _SEARCH = settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     derandomize=True,
     database=None,
@@ -227,6 +227,11 @@ def services() -> Iterator[tuple[str, MethodDescriptor]]:
 
 
 CASES = list(services())
+# A service decodes the bytes of all its methods alike.
+ONE_OF_EACH = {
+    (process, method.containing_service.name, method.client_streaming): (process, method)
+    for process, method in CASES
+}
 IDS = [f"{process}-{method.containing_service.name}-{method.name}" for process, method in CASES]
 
 
@@ -331,7 +336,7 @@ def test_random_messages_meet_no_defect(stack: RunningStack, process: str, metho
     call()
 
 
-@pytest.mark.parametrize(("process", "method"), CASES, ids=IDS)
+@pytest.mark.parametrize(("process", "method"), ONE_OF_EACH.values(), ids=map(str, ONE_OF_EACH))
 def test_random_bytes_meet_no_defect(stack: RunningStack, process: str, method: MethodDescriptor) -> None:
     @settings(max_examples=10, phases=[Phase.generate])
     @given(st.lists(st.binary(max_size=200), max_size=3 if method.client_streaming else 1))

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.server.process import free_port
+from tests.testing.processes import QUIRE
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 SECRET = "shared"
@@ -59,7 +59,7 @@ class RouterProcess:
             options["api-keys"] = str(self.api_keys)
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from quire.cli.main import main; main()", "router", *flags],
+            [*QUIRE, "router", *flags],
             env={**os.environ, "QUIRE_CLUSTER_SECRET": SECRET},
         )
 
@@ -117,8 +117,6 @@ async def routers(pair: list[RouterProcess]) -> list[RouterProcess]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"seed": 11},
     "own seed": {},
     "penalties and logprobs": {
         "seed": 3,

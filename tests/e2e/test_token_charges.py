@@ -113,7 +113,7 @@ class Meter:
             return read
 
 
-@pytest.fixture(params=[0, 10_000], ids=["prefill apart", "prefill on the decode worker"])
+@pytest.fixture
 async def meter(
     request: Any, stack: RunningStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Meter]:
@@ -126,7 +126,7 @@ async def meter(
         api_keys_file=tmp_path / "keys",
         worker_addresses=tuple(worker.address for worker in stack.ready.values()),
         cluster_secret=stack.caller.secret,
-        placing=PolicyConfig(local_prefill_tokens=request.param),
+        placing=PolicyConfig(local_prefill_tokens=getattr(request, "param", 0)),
     )
     async with (
         router(config) as running,
@@ -261,6 +261,7 @@ WAYS: dict[Callable[[Meter], Awaitable[None]], int] = {
 }
 
 
+@pytest.mark.parametrize("meter", [0, 10_000], ids=["prefill apart", "prefill with decode"], indirect=True)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 async def test_the_charge_is_what_the_workers_computed(
     meter: Meter, way: Callable[[Meter], Awaitable[None]]

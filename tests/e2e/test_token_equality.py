@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -27,7 +26,8 @@ from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_id
 
 Expected = Callable[[str, list[int]], list[int]]
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gpt_neox", "opt"]
+# A compiled one, one with sliding windows, and one that runs by its modules; tests of the engine have all.
+ARCHITECTURES = ["llama", "mistral", "gpt_neox"]
 PROMPT_LENGTHS = [1, 15, 16, 17, 96, 100]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 
@@ -49,9 +49,7 @@ async def test_every_prompt_twice(architecture: str, start_stack: StartStack, ex
             await wait_until_idle(workers)
 
 
-async def test_a_kv_budget(
-    start_stack: StartStack, stack: RunningStack, tiny_model: Any, expected: Expected
-) -> None:
+async def test_a_kv_budget(stack: RunningStack, tiny_model: Any, expected: Expected) -> None:
     """Through both workers it gives what one engine gives."""
     prompt = make_prompt(200, seed=41)
     loaded = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
@@ -67,12 +65,6 @@ async def test_a_kv_budget(
         assert answer.usage.blocks_shipped == 13
         assert list(answer.token_ids) == sequence.token_ids[200:] != expected("llama", prompt)
         await wait_until_idle(workers)
-    with start_stack("mistral", num_prefill=0) as windowed:
-        async with connect(windowed) as (client, workers):
-            with pytest.raises(InvalidRequest, match="sliding windows") as refused:
-                await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
-            assert refused.value.field == "sampling.kv_budget_tokens"
-            await wait_until_idle(workers)
 
 
 async def test_a_window_is_all_that_is_held_and_shipped(start_stack: StartStack, expected: Expected) -> None:
@@ -84,17 +76,6 @@ async def test_a_window_is_all_that_is_held_and_shipped(start_stack: StartStack,
             assert list(answer.token_ids) == expected("mistral", prompt)
             assert answer.usage.blocks_shipped == 19 - (300 + 1 - 24) // 16
             assert answer.usage.blocks_reused_on_decode == 0
-            await wait_until_idle(workers)
-
-
-async def test_thirty_two_requests_on_two_prefill_and_two_decode_workers(
-    start_stack: StartStack, expected: Expected
-) -> None:
-    with start_stack("llama", num_prefill=2, num_decode=2) as stack:
-        async with connect(stack) as (client, workers):
-            prompts = [make_prompt(1 + 5 * index, seed=index % 3) for index in range(32)]
-            answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
-            assert [list(a.token_ids) for a in answers] == [expected("llama", p) for p in prompts]
             await wait_until_idle(workers)
 
 

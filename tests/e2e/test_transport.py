@@ -18,12 +18,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 
 PAGE = 4096
 
 
-def needs_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip a test without NIXL; else let workers use the loopback device, which all machines have."""
-    pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-
-
 def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
     """Return the address ranges of the pools that a worker has mapped, its own among them."""
     maps = Path(f"/proc/{stack.workers[worker].process.pid}/maps").read_text().splitlines()
@@ -31,40 +25,46 @@ def pool_mappings(stack: RunningStack, worker: str) -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-@pytest.mark.parametrize(("choice", "used"), [("auto", "shared"), ("messages", "messages"), ("nixl", "nixl")])
-async def test_pushes_use_the_chosen_transport_and_the_tokens_are_the_same(
-    start_stack: StartStack,
-    expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    choice: str,
-    used: str,
-) -> None:
-    if choice == "nixl":
-        needs_nixl(monkeypatch)
-    with start_stack("llama", transport=choice) as stack:
-        async with connect(stack) as (client, workers):
-            prompts = [make_prompt(length) for length in (40, 100, 200)]
-            answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert list(answer.token_ids) == expected("llama", prompt)
-            await wait_until_idle(workers)
-        for worker, direction in (("prefill-0", "sent"), ("decode-0", "received")):
-            counted = {
-                transport: metric(
-                    stack, worker, "quire_kv_transfer_bytes_total", direction=direction, transport=transport
-                )
-                for transport in ("messages", "shared", "nixl")
-            }
-            assert counted[used] > 0
-            assert sum(counted.values()) == counted[used]
-            assert metric(stack, worker, "quire_kv_transfer_failures_total") == 0
+def num_bytes(stack: RunningStack, direction: str) -> dict[str, float]:
+    """Return how many bytes all workers have moved in a direction, by transport."""
+    name = "quire_kv_transfer_bytes_total"
+    return {
+        each: sum(metric(stack, worker, name, direction=direction, transport=each) for worker in stack.ready)
+        for each in ("messages", "shared", "nixl")
+    }
 
 
-async def test_pulls_use_nixl_and_a_killed_holder_costs_no_answer(
+async def check_pushes(stack: RunningStack, transport: str, expected: Any) -> None:
+    """Check that blocks are pushed by one transport only, and that the tokens are right."""
+    async with connect(stack) as (client, workers):
+        prompts = [make_prompt(length, seed=61) for length in (40, 100, 200)]
+        answers = await asyncio.gather(*(client.generate(prompt, **GREEDY) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert list(answer.token_ids) == expected("llama", prompt)
+        await wait_until_idle(workers)
+    for direction in ("sent", "received"):
+        counted = num_bytes(stack, direction)
+        assert counted[transport] > 0
+        assert sum(counted.values()) == counted[transport]
+
+
+async def test_workers_of_one_host_push_through_shared_memory(stack: RunningStack, expected: Any) -> None:
+    await check_pushes(stack, "shared", expected)
+
+
+async def test_messages_carry_blocks_if_so_chosen(start_stack: StartStack, expected: Any) -> None:
+    with start_stack("llama", transport="messages") as stack:
+        await check_pushes(stack, "messages", expected)
+
+
+async def test_nixl_carries_blocks_and_a_killed_holder_costs_no_answer(
     start_stack: StartStack, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_nixl(monkeypatch)
+    pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
+    # All machines have the loopback device.
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     with start_stack("llama", num_prefill=2, transport="nixl") as stack:
+        await check_pushes(stack, "nixl", expected)
         async with connect(stack) as (_, workers):
             prompt = make_prompt(200)
             computed = await prefill(workers["prefill-0"], make_sequence(prompt))
@@ -73,10 +73,7 @@ async def test_pulls_use_nixl_and_a_killed_holder_costs_no_answer(
             assert (pulled.pulled.num_blocks, pulled.pulled.failure) == (200 // 16, "")
             for response in (computed, pulled):
                 assert response.tokens[0].token_id == expected("llama", prompt)[0]
-            for transport in ("messages", "shared", "nixl"):
-                labels = {"direction": "pulled", "transport": transport}
-                num_bytes = metric(stack, "prefill-1", "quire_kv_transfer_bytes_total", **labels)
-                assert (num_bytes > 0) == (transport == "nixl")
+            assert [each for each, count in num_bytes(stack, "pulled").items() if count] == ["nixl"]
             stack.workers["prefill-0"].process.kill()
             other = make_prompt(100)
             failed = await prefill(workers["prefill-1"], make_sequence(other), pull_from=source)
