@@ -49,9 +49,12 @@ def forward(step: StepTensors) -> torch.Tensor:
     return logits
 
 
-def decode_step(tables: list[list[int]], seq_lens: list[int], tokens: list[int]) -> StepTensors:
+def decode_step(
+    tables: list[list[int]], seq_lens: list[int], tokens: list[int], block_size: int = 4
+) -> StepTensors:
     num_seqs = len(tables)
-    slots = [table[(n - 1) // 4] * 4 + (n - 1) % 4 for table, n in zip(tables, seq_lens, strict=True)]
+    places = [divmod(seq_len - 1, block_size) for seq_len in seq_lens]
+    slots = [table[block] * block_size + at for table, (block, at) in zip(tables, places, strict=True)]
     metadata = AttentionMetadata(
         block_tables=torch.tensor(tables, dtype=torch.int32),
         query_starts=torch.arange(num_seqs + 1, dtype=torch.int32),
@@ -105,8 +108,8 @@ class _NumbersStayThere(TorchFunctionMode):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3", "gpt_neox", "opt"])
 def test_a_step_never_waits_for_its_numbers(architecture: str, tiny_model: Callable[..., Any]) -> None:
     model = load_model(str(tiny_model(architecture)), "float32", CPU)
-    runner = ModelRunner(replace(model, recipe=None), KvMemory(model.kv_shape(4), 16, CPU))
-    step = decode_step([[1, 2], [3, 4]], [5, 8], [3, 1])
+    runner = ModelRunner(replace(model, recipe=None), KvMemory(model.kv_shape(16), 16, CPU))
+    step = decode_step([[1, 2], [3, 4]], [17, 32], [3, 1], block_size=16)
     expected = runner.forward(step)
     with _NumbersStayThere():
         assert torch.equal(runner.forward(step), expected)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.benchmarks.model_survey import make_tiny_model
+from quire.benchmarks.model_survey import SIZES, make_tiny_model
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights import loader as model_loader
 from quire.engine.weights.loader import load_model
@@ -41,6 +41,9 @@ def test_rope_by_the_longest_sequence_is_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path), "float32", torch.device("cpu"))
 
 
+# The kernels of these sizes are those of the other tests' models, so that they are compiled once.
+HEADS = {"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32}
+SHARED = {**SIZES, **HEADS}
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -52,7 +55,7 @@ LONGROPE: dict[str, Any] = {
 
 def save_nested_longrope(folder: Path) -> str:
     """Save a model whose rotations by layer type depend on the longest sequence of the batch."""
-    make_tiny_model("gemma3_text").save_pretrained(folder)
+    make_tiny_model("gemma3_text", SHARED).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     half = config["head_dim"] // 2
     rope = LONGROPE | {name: (LONGROPE[name] * half)[:half] for name in ("short_factor", "long_factor")}
@@ -76,11 +79,11 @@ def test_the_check_finds_values_that_depend_on_the_longest_sequence(
 
 
 def test_one_key_value_head_without_a_name_in_the_configuration(tmp_path: Path) -> None:
-    make_tiny_model("gpt_bigcode").save_pretrained(tmp_path)
+    make_tiny_model("gpt_bigcode", SHARED).save_pretrained(tmp_path)
     assert load_model(str(tmp_path), "float32", torch.device("cpu")).num_kv_heads == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype_passes(dtype: str, tmp_path: Path) -> None:
-    make_tiny_model("llama").save_pretrained(tmp_path)
+    make_tiny_model("llama", SHARED).save_pretrained(tmp_path)
     assert str(load_model(str(tmp_path), dtype, torch.device("cpu")).dtype) == f"torch.{dtype}"
