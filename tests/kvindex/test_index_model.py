@@ -140,7 +140,7 @@ class World:
 
 # The fixtures hold no state of an example: each example makes a backend of its own.
 @settings(
-    max_examples=300,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

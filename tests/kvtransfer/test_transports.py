@@ -136,7 +136,7 @@ async def test_the_partial_last_block_has_no_hash(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), window_blocks=st.integers(1, 9), num_blocks=st.integers(0, NUM_BLOCKS))
 async def test_the_same_bytes_arrive_however_pushes_are_split(
     transport: Transport, data: st.DataObject, window_blocks: int, num_blocks: int
@@ -156,7 +156,7 @@ async def test_the_same_bytes_arrive_however_pushes_are_split(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     num_blocks=st.integers(1, 20),
     num_sent=st.integers(0, 20),
