@@ -23,8 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from quire.tokenization.tokenizer import Tokenizer
 from tests.testing.manual_clock import ManualClock
 
-# Every run tries the same examples, so more of them find little. A busy machine makes an example slow, which is no
-# defect.
+# Every run tries the same examples, so few suffice. A busy machine makes an example slow, which is no defect.
 settings.register_profile(
     "suite",
     max_examples=40,

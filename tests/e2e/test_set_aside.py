@@ -6,7 +6,7 @@ import asyncio
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,15 @@ NOTICED = ("worker_set_aside", "worker_stalled", "worker_left")
 NUM_TOKENS, NUM_BEFORE = 160, 24
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 LONG_PROMPT = 400
-StartWorkers = Callable[..., AbstractContextManager[dict[str, subprocess.Popen[str]]]]
 PROGRAM = """
 import signal, threading, time
 forward, moves = ModelRunner.forward, threading.Event()
 moves.set()
-seconds_per_token, lag_seconds = map(float, sys.argv[2:])
+prompt_length, prompt_seconds, lag_seconds = map(float, sys.argv[2:])
 
 def slow(self, arguments):
     moves.wait()
-    time.sleep(0.01 + seconds_per_token * len(arguments.input_ids))
+    time.sleep(prompt_seconds if len(arguments.input_ids) >= prompt_length else 0.01)
     return forward(self, arguments)
 
 def begin():
@@ -115,16 +114,11 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def start_workers(tiny_model: Callable[[str], Path]) -> StartWorkers:
-    """Return a function that starts two workers and yields them by their addresses."""
-
-    @contextmanager
-    def start(seconds_per_token: float = 0.0) -> Iterator[dict[str, subprocess.Popen[str]]]:
-        arguments = (tiny_model("llama"), seconds_per_token, LAG_SECONDS)
-        with scripted_workers(PROGRAM, *arguments, count=2) as running:
-            yield {worker.address: worker.process for worker in running}
-
-    return start
+def pair(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Start two workers, which take long for long prompts; yield them by their addresses."""
+    arguments = (tiny_model("llama"), LONG_PROMPT, PROMPT_SECONDS, LAG_SECONDS)
+    with scripted_workers(PROGRAM, *arguments, count=2) as running:
+        yield {worker.address: worker.process for worker in running}
 
 
 @asynccontextmanager
@@ -142,13 +136,6 @@ async def setup_of(processes: dict[str, subprocess.Popen[str]]) -> AsyncIterator
         setup = Setup(running, client, by_address, networks)
         await setup.until(lambda: len(setup.serving()) == 2 and running.has_served.is_set())
         yield setup
-
-
-@pytest.fixture(scope="module")
-def pair(start_workers: StartWorkers) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Start two quick workers."""
-    with start_workers() as processes:
-        yield processes
 
 
 async def finished(stream: AsyncIterator[Delta]) -> tuple[list[int], int]:
@@ -231,10 +218,9 @@ async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
 
 
 async def test_a_worker_with_a_long_prompt_is_not_set_aside(
-    start_workers: StartWorkers, caplog: pytest.LogCaptureFixture
+    pair: dict[str, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with start_workers(PROMPT_SECONDS / LONG_PROMPT) as processes:
-        async with asyncio.timeout(SECONDS), setup_of(processes) as setup:
-            answer = await setup.client.generate(make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})
-            assert (len(answer.token_ids), answer.usage.retries) == (8, 0)
-            assert not set(NOTICED) & set(caplog.messages)
+    async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
+        answer = await setup.client.generate(make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})
+        assert (len(answer.token_ids), answer.usage.retries) == (8, 0)
+        assert not set(NOTICED) & set(caplog.messages)

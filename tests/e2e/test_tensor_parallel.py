@@ -122,7 +122,7 @@ async def test_more_ranks_than_key_value_heads(
     start: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:
     """Ranks that have the same head write the same bytes: 4 ranks two by two, and 3 ranks unevenly."""
-    model = tiny_model("llama", num_key_value_heads=2, **HEADS)
+    model = tiny_model("llama", **HEADS | {"num_attention_heads": 4, "num_key_value_heads": 2})
     sizes = {"prefill-0": 4, "decode-0": 3, "decode-1": 1}
     with start(sizes, model=str(model)) as stack:
         async with connect(stack) as (_, workers):

@@ -82,7 +82,7 @@ def opened(address: str) -> Iterator[tuple[grpc.Channel, WorkerServiceStub]]:
 def running_worker(
     forward: str, grace_seconds: float = 30.0, max_step_seconds: float = 60.0
 ) -> Iterator[ScriptedWorker]:
-    """Run a worker whose steps fail, hang or crawl from the first request on, or fail after two steps."""
+    """Run a worker whose steps hang or crawl from the first request on, or fail after two steps."""
     arguments = (forward, grace_seconds, max_step_seconds)
     with scripted_workers(PROGRAM, demo_model_path(), *arguments) as [worker]:
         yield worker
@@ -91,7 +91,6 @@ def running_worker(
 @pytest.mark.parametrize(
     ("defect", "details", "event"),
     [
-        ("fail", "out of memory", "the engine failed and stops"),
         ("fail_later", "out of memory", "the engine failed and stops"),
         ("hang", "is stuck", "engine_stuck"),
     ],
@@ -133,21 +132,30 @@ def health_of(channel: grpc.Channel, seconds: float = SECONDS) -> Any:
     return stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds).status
 
 
-def test_a_worker_whose_process_is_stopped_answers_no_probe() -> None:
-    with running_worker("crawl") as worker, grpc.insecure_channel(worker.address) as channel:
-        assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
-        assert probes(worker) == (200, 200)
-        worker.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(grpc.RpcError):
-            health_of(channel, 0.5)
-        for path in ("/ready", "/health"):
-            with pytest.raises(TimeoutError):
-                http_status(worker.metrics_port, path, 0.5)
-        # The system still accepts connections, so a probe that only connects would be green.
-        socket.create_connection(("127.0.0.1", worker.metrics_port), SECONDS).close()
-        worker.process.send_signal(signal.SIGCONT)
-        assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
-        assert probes(worker) == (200, 200)
+def test_a_slow_worker_answers_no_probe_while_it_is_stopped_and_an_error_after_its_grace() -> None:
+    with running_worker("crawl", 0.5) as worker:
+        with opened(worker.address) as (channel, stub):
+            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+            assert probes(worker) == (200, 200)
+            worker.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(grpc.RpcError):
+                health_of(channel, 0.5)
+            for path in ("/ready", "/health"):
+                with pytest.raises(TimeoutError):
+                    http_status(worker.metrics_port, path, 0.5)
+            # The system still accepts connections, so a probe that only connects would be green.
+            socket.create_connection(("127.0.0.1", worker.metrics_port), SECONDS).close()
+            worker.process.send_signal(signal.SIGCONT)
+            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+            assert probes(worker) == (200, 200)
+            responses = stub.Decode(request(200), timeout=SECONDS)
+            assert next(responses).HasField("accepted")
+            worker.process.terminate()
+            with pytest.raises(grpc.RpcError) as ended:
+                list(responses)
+            error = from_rpc_error(ended.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
+        assert worker.process.wait(SECONDS) == 0
 
 
 def test_a_worker_whose_engine_hangs_reports_it_and_ends_on_sigterm() -> None:
@@ -167,17 +175,3 @@ def test_a_worker_whose_engine_hangs_reports_it_and_ends_on_sigterm() -> None:
         _, log = worker.process.communicate(timeout=SECONDS)
     assert worker.process.returncode == 1
     assert "engine_not_stopped" in log
-
-
-def test_a_request_that_outlasts_the_grace_gets_an_error() -> None:
-    with running_worker("crawl", 0.5) as worker:
-        with opened(worker.address) as (_, stub):
-            responses = stub.Decode(request(200), timeout=SECONDS)
-            assert next(responses).HasField("accepted")
-            worker.process.terminate()
-            with pytest.raises(grpc.RpcError) as ended:
-                list(responses)
-            error = from_rpc_error(ended.value)
-            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
-        worker.process.communicate(timeout=SECONDS)
-    assert worker.process.returncode == 0
