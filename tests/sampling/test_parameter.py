@@ -52,6 +52,7 @@ def test_the_lower_end_counts_in_single_precision_too(low: float) -> None:
 
 def test_the_limit_is_the_end_that_a_client_may_break() -> None:
     assert (Range(1).limit, Range(0, 20).limit, Range(0.5, 2.5).limit) == ("1", "20", "2.5")
+    assert [str(each) for each in (Range(1), Range(0.01, 100))] == ["at least 1", "from 0.01 to 100"]
 
 
 def test_the_table_has_each_type_without_none() -> None:

@@ -24,6 +24,8 @@ from quire.sampling.params import (
     [
         ({"min_tokens": 3, "max_tokens": 2}, "stopping.min_tokens"),
         ({"logit_bias": ((5, 1.0), (5, 2.0))}, "sampling.logit_bias"),
+        ({"logit_bias": ((7, 101.0),)}, "sampling.logit_bias[7]"),
+        ({"stop_token_ids": frozenset(range(1025))}, "stopping.stop_token_ids"),
         ({"bad_words": ((5,), ())}, "sampling.bad_word_token_ids"),
         ({"beam": BeamParams(2), "n": 2}, "sampling.n"),
         ({"beam": BeamParams(2), "kv_budget_tokens": 64}, "sampling.kv_budget_tokens"),
