@@ -28,7 +28,7 @@ class Mutation(NamedTuple):
     name: str
     pattern: str
     replacement: str
-    num_sites: int = 3
+    num_sites: int = 1
     needs: str = ""
     is_redundant_somewhere: bool = False
     is_in_partial_tile: bool = False
