@@ -8,6 +8,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ import pytest
 from quire.client import Client, QuireError
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from tests.testing.processes import QUIRE, children_of, is_running, serving
+from tests.testing.processes import QUIRE, children_of, have_ended, serving
 from tests.testing.until import until
 
 LISTENING = "0A"
@@ -57,7 +58,7 @@ async def test_each_connection_is_served_and_no_process_outlives_a_killed_parent
         check_port_in_use(address)
         everyone = children_of(parent)
         served.process.kill()
-        await until(lambda: not any(map(is_running, everyone)))
+        await until(partial(have_ended, everyone))
         with Client(address, timeout=2) as client, pytest.raises(QuireError):
             client.model_info()
 

@@ -16,7 +16,7 @@ import pytest
 from quire.client import AsyncClient, Unavailable
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
-from tests.testing.processes import Served, children_of, is_running, serving
+from tests.testing.processes import Served, children_of, have_ended, serving
 from tests.testing.stacks import make_prompt
 
 NUM_CLIENTS = 16
@@ -114,7 +114,7 @@ async def test_the_second_signal_ends_it_at_once(serve: Served, folder: Path) ->
     assert len(children) >= 6
     async with asyncio.timeout(WAIT_SECONDS):
         # The helpers of multiprocessing end by themselves when they see that their parent has.
-        while any(map(is_running, children)):
+        while not have_ended(children):
             await asyncio.sleep(0.01)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice, permutations
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill, pull_source
-from tests.testing.processes import is_running, ranks_of
+from tests.testing.processes import have_ended, ranks_of
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
 from tests.testing.until import until
 
@@ -189,7 +190,7 @@ async def test_answers_continue_on_a_worker_of_another_size(start: Callable[...,
                 await asyncio.gather(*(each.wait() for each in begun))
                 processes = divided.pop(await busy(workers, [*divided]))
                 os.kill(processes[index], sent)
-                await until(lambda gone=processes: not any(map(is_running, gone)))
+                await until(partial(have_ended, processes))
                 given += zip(asked, await asyncio.gather(*answers), strict=True)
             for prompt, tokens in given:
                 assert tokens == await answer(client, prompt)
@@ -225,7 +226,7 @@ async def test_a_prompt_is_retried_elsewhere_when_a_rank_ends_during_the_push(
             assert load.num_transferring, "the push has ended too soon"
             os.kill(processes[1], signal.SIGKILL)
             tokens = list((await asking).token_ids)
-            await until(lambda: not any(map(is_running, processes)))
+            await until(partial(have_ended, processes))
             assert list((await client.generate(prompt, **greedy)).token_ids) == tokens
             await wait_until_idle({"decode-0": workers["decode-0"]})
 
@@ -236,7 +237,7 @@ async def test_an_idle_worker_ends_with_its_rank(start: Callable[..., Any]) -> N
             for name, sent in (("decode-0", signal.SIGKILL), ("decode-1", signal.SIGSTOP)):
                 worker, rank = processes_of(stack, name)
                 os.kill(rank, sent)
-                await until(lambda gone=(worker, rank): not any(map(is_running, gone)))
+                await until(partial(have_ended, (worker, rank)))
             response = await client.generate(make_prompt(20, seed=31), max_tokens=4, ignore_eos=True)
             assert len(response.token_ids) == 4
 

@@ -28,7 +28,7 @@ from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
 from quire.settings.setting import SettingError
-from tests.testing.processes import is_running
+from tests.testing.processes import have_ended
 from tests.testing.until import until
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_any_number_of_ranks_gives_the_same_bits(
             assert answers(llm) == expected
             others = process_ids(llm)
         assert len(others) == num_ranks - 1
-        assert not any(map(is_running, others))
+        assert have_ended(others)
 
 
 def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_or_stops_in_a_step_ends_all(
         timer.join()
         with pytest.raises(RanksError):
             answers(llm)
-    assert not any(map(is_running, others))
+    assert have_ended(others)
 
 
 def test_a_rank_that_raises_in_a_step_ends_all(
@@ -146,7 +146,7 @@ def test_a_rank_that_raises_in_a_step_ends_all(
         assert "code 1" in llm._ranks.failure.result(10)
         with pytest.raises(RanksError, match="rank 1 has ended with code 1"):
             answers(llm)
-    assert not any(map(is_running, others))
+    assert have_ended(others)
     assert "Traceback" in capfd.readouterr().err
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_while_it_loads_ends_all(
     with pytest.raises(RanksError, match="rank 1 has ended with code -9"):
         start(model("llama"), 2)
     assert started
-    assert not any(map(is_running, started))
+    assert have_ended(started)
 
 
 def test_quantized_weights_are_not_divided() -> None:
@@ -265,7 +265,7 @@ def test_a_process_that_cannot_be_started_leaks_no_descriptor(
     with pytest.raises(OSError, match="no more processes"):
         ranks_module.Ranks(LLMConfig(str(model("llama")), tensor_parallel_size=4), 4)
     assert len(os.listdir("/proc/self/fd")) == num_open
-    assert not is_running(started[0])
+    assert have_ended(started)
 
 
 def test_ranks_end_when_rank_0_is_killed(model: Callable[..., Path]) -> None:
@@ -282,4 +282,4 @@ def test_ranks_end_when_rank_0_is_killed(model: Callable[..., Path]) -> None:
         others = [int(each) for each in process.stdout.readline().split()]
         process.kill()
     assert others
-    asyncio.run(until(lambda: not any(map(is_running, others))))
+    asyncio.run(until(lambda: have_ended(others)))

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,16 @@ run_worker(WorkerConfig(**settings), on_ready)
 """
 
 
-def is_running(process_id: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
+def have_ended(process_ids: Iterable[int]) -> bool:
+    """Return whether no process exists any more but as a zombie."""
+
+    def has_ended(process_id: int) -> bool:
+        try:
+            return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+        except OSError:
+            return True
+
+    return all(map(has_ended, process_ids))
 
 
 def children_of(process_id: int) -> list[int]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.testing.processes import QUIRE, is_running, ranks_of
+from tests.testing.processes import QUIRE, have_ended, ranks_of
 from tests.testing.until import until
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def loading_worker() -> Iterator[tuple[subprocess.Popen[str], int]]:
 async def test_the_ranks_of_a_worker_that_is_killed_while_it_loads_end() -> None:
     with loading_worker() as (worker, rank):
         worker.kill()
-        await until(lambda: not is_running(rank))
+        await until(lambda: have_ended([rank]))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
@@ -46,6 +46,6 @@ def test_a_worker_whose_rank_fails_while_it_loads_ends(sent: signal.Signals) -> 
     with loading_worker() as (worker, rank):
         os.kill(rank, sent)
         assert worker.wait(SECONDS) == 1
-        assert not is_running(rank)
+        assert have_ended([rank])
         assert worker.stderr is not None
         assert "error: the worker did not start: rank 1 has " in worker.stderr.read()
