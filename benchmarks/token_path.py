@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import aiohttp
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from quire.benchmarks.harness.program import Report, program
-from quire.benchmarks.harness.rounds import cpu_seconds, medians
+from quire.benchmarks.harness.rounds import cpu_seconds, main_thread_cpu_seconds, medians
 from quire.benchmarks.harness.tables import table
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
@@ -68,12 +67,15 @@ class Cost(NamedTuple):
 async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
     """Let clients stream one answer each, and return the times."""
     worker = next(iter(stack.workers.values())).process.pid
-    routers = [Path(f"/proc/{child.process.pid}/stat") for child in stack.routers.values()]
-    stats = [routers, [Path(f"/proc/{worker}/task/{worker}/stat")]]
-    before, start = [sum(map(cpu_seconds, each)) for each in stats], time.perf_counter()
+
+    def read() -> tuple[float, float]:
+        routers = sum(cpu_seconds(child.process.pid) for child in stack.routers.values())
+        return routers, main_thread_cpu_seconds(worker)
+
+    before, start = read(), time.perf_counter()
     num_messages = sum(await asyncio.gather(*(stream(num_tokens) for _ in range(num_clients))))
     seconds, total = time.perf_counter() - start, num_clients * num_tokens
-    after = [sum(map(cpu_seconds, each)) for each in stats]
+    after = read()
     used = [1e6 * (later - earlier) / total for earlier, later in zip(before, after, strict=True)]
     return Cost(total / seconds, num_messages / total, *used)
 
@@ -123,10 +125,9 @@ async def bare_microseconds(num_streams: int) -> float:
             async def read() -> int:
                 return len([message async for message in call(b"")])
 
-            stat = Path(f"/proc/{process.pid}/stat")
-            before = cpu_seconds(stat)
+            before = cpu_seconds(process.pid)
             num_messages = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
-            return 1e6 * (cpu_seconds(stat) - before) / num_messages
+            return 1e6 * (cpu_seconds(process.pid) - before) / num_messages
     finally:
         process.terminate()
         process.join()

@@ -231,7 +231,7 @@ def copy_in_memory(pool: SenderPool, target: np.ndarray[Any, Any]) -> float:
 
 def both_cpu_seconds(process_id: int) -> float:
     """Return the CPU seconds of this process and another."""
-    return time.process_time() + cpu_seconds(Path(f"/proc/{process_id}/stat"))
+    return time.process_time() + cpu_seconds(process_id)
 
 
 async def push(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,10 +39,15 @@ def best_seconds(call: Callable[[], object], *, seconds: float = 0.5) -> float:
     return best
 
 
-def cpu_seconds(stat: Path) -> float:
-    """Return the CPU time of a process or a thread, from its ``stat`` file in ``/proc``."""
-    values = stat.read_text().rpartition(") ")[2].split()
-    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(process_id: int) -> float:
+    """Return the CPU time of a process, with that of its ended threads, in nanoseconds' resolution."""
+    # Linux makes the id of a process's clock from the process id; the files in /proc count ticks of 10 ms.
+    return time.clock_gettime(~process_id << 3 | 2)
+
+
+def main_thread_cpu_seconds(process_id: int) -> float:
+    """Return the CPU time of a process's main thread, in nanoseconds' resolution."""
+    return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 def show_progress(line: str) -> None:
