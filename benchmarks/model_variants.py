@@ -1,6 +1,6 @@
 """Compares the step times of one model on the CPU by the type of its weights, the ranks and the threads.
 
-    python -m quire.benchmarks.model_variants --weights float32,bfloat16,w8a8,int8,int4 --layouts 1x2
+    python -m quire.benchmarks.model_variants --weights float32,bfloat16,w8a8,w4a8,int8,int4 --layouts 1x2
     python -m quire.benchmarks.model_variants --weights float32 --layouts 1x1,2x1,1x2
 
 A layout such as 2x1 is two ranks with one thread each; weights in 8 and 4 bits are measured on one rank only.
@@ -37,7 +37,7 @@ from quire.sampling.params import SamplingParams
 BATCHES = (1, 8, 32)
 CONTEXT, NUM_STEPS, PROMPT = 128, 24, 512
 
-Weights = Literal["float32", "bfloat16", "w8a8", "int8", "int4"]
+Weights = Literal["float32", "bfloat16", "w8a8", "w4a8", "int8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Options:
     """Options of the command line."""
 
     model: Annotated[str, OneOf(SIZES)] = "100m"
-    weights: tuple[Weights, ...] = ("float32", "bfloat16", "w8a8", "int8", "int4")
+    weights: tuple[Weights, ...] = ("float32", "bfloat16", "w8a8", "w4a8", "int8", "int4")
     layouts: Annotated[tuple[str, ...], "ranks x threads of each"] = ("1x1", "2x1", "1x2")
     rounds: Annotated[int, "rounds; medians count"] = 5
 
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Whether the weights have 8 or 4 bits."""
-        return self.weights in ("w8a8", "int8", "int4")
+        return self.weights not in ("float32", "bfloat16")
 
     def load(self, model: Path) -> LLM:
         """Load the model."""

@@ -25,7 +25,6 @@ from quire.engine.model.collectives import RanksError
 from quire.engine.model.mask_check import MaskObserver, mask_problem
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu.integer_weight import IntegerWeight
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -197,7 +196,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
 
 def _rounds_inputs(module: torch.nn.Module) -> bool:
     linears = (each for each in module.modules() if isinstance(each, PackedLinear))
-    return any(isinstance(each.packed, IntegerWeight) for each in linears)
+    return any(each.packed.rounds_inputs for each in linears)
 
 
 Forward = Callable[[StepTensors], torch.Tensor]

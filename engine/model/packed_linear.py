@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 from quire.kernels.cpu.amx_product import FLOAT32
 from quire.kernels.cpu.integer_product import MOST_INPUTS
 from quire.kernels.cpu.integer_weight import quantize_to_integers
+from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.linear import UNIT, PackedWeight, linear, pack
-from quire.kernels.cpu.packed_product import GROUP
 from quire.kernels.cpu.quantized_weight import quantize
 from quire.settings.setting import SettingError
 

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, pointer, splat
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, float_from_bits, pointer, splat
 
 INTEGERS: Any = np.int32
 """NumPy type that stands for these weights in Numba."""
@@ -71,11 +71,19 @@ def emit_integer_products(
         return builder.call(function, [sums, repeated(inputs), weights])
     if instruction == "vpmaddwd":
         return _emit_halves(builder, inputs, weights, sums)
+    return emit_single_bytes(builder, repeated(inputs), weights, sums)
+
+
+def emit_single_bytes(builder: Any, unsigned: Any, signed: Any, sums: Any) -> Any:
+    """Emit ``sums + unsigned * signed`` over the bytes of each lane, by instructions for 32 bits."""
+
+    def constant(number: int) -> Any:
+        return ir.Constant(sums.type, [number] * sums.type.count)
+
     for byte in range(INPUTS):
-        unsigned = builder.and_(builder.lshr(inputs, ir.Constant(_INT32, 8 * byte)), ir.Constant(_INT32, 255))
-        shifted = builder.shl(weights, ir.Constant(vector, [24 - 8 * byte] * lanes))
-        signed = builder.ashr(shifted, ir.Constant(vector, [24] * lanes))
-        sums = builder.add(sums, builder.mul(repeated(unsigned), signed))
+        left = builder.and_(builder.lshr(unsigned, constant(8 * byte)), constant(255))
+        right = builder.ashr(builder.shl(signed, constant(24 - 8 * byte)), constant(24))
+        sums = builder.add(sums, builder.mul(left, right))
     return sums
 
 
@@ -97,26 +105,35 @@ def _emit_halves(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:
 
 
 @exact
-def encode_integers(source: int, target: int, length: int) -> None:
-    """Quantize a row of float32; a value that is not finite makes its scale NaN. Both are addresses."""
-    values = carray(pointer(source, np.float32), (length,))
+def scale_and_inverse(source: int, length: int) -> tuple[np.float32, np.float32]:
+    """Return the scale of the float32 at an address, and its inverse; 0 if all their integers are zeros.
+
+    A value that is not finite makes the scale NaN.
+    """
     bits = carray(pointer(source, np.int32), (length,))
-    scales = carray(pointer(target, np.float32), (1,))
-    integers = carray(pointer(target + ROW_HEADER, np.uint8), (length,))
     # Positive floats have the order of their bits, and integers have a maximum that LLVM computes in vectors.
     peak_bits = np.int32(0)
     for index in range(length):
         peak_bits = max(peak_bits, np.int32(bits[index] & np.int32(0x7FFFFFFF)))
+    peak = float_from_bits(peak_bits)
     if peak_bits >= 0x7F800000:
-        scales[0] = np.nan
+        return np.float32(np.nan), np.float32(0.0)
+    if peak < np.float32(LEAST_PEAK):
+        return np.float32(0.0), np.float32(0.0)
+    return peak / np.float32(127.0), np.float32(127.0) / peak
+
+
+@exact
+def encode_integers(source: int, target: int, length: int) -> None:
+    """Quantize a row of float32; a value that is not finite makes its scale NaN. Both are addresses."""
+    values = carray(pointer(source, np.float32), (length,))
+    scales = carray(pointer(target, np.float32), (1,))
+    integers = carray(pointer(target + ROW_HEADER, np.uint8), (length,))
+    scales[0], inverse = scale_and_inverse(source, length)
+    if inverse == 0.0:
         for index in range(length):
             integers[index] = 128
         return
-    peaks = carray(pointer(target, np.int32), (1,))
-    peaks[0] = peak_bits
-    peak = scales[0] if scales[0] >= np.float32(LEAST_PEAK) else np.float32(0.0)
-    inverse = np.float32(127.0) / peak if peak > 0.0 else np.float32(0.0)
-    scales[0] = peak / np.float32(127.0)
     for index in range(length):
         integers[index] = np.uint8(np.int32(np.rint(values[index] * inverse)) + np.int32(128))
 

@@ -12,6 +12,20 @@ from quire.kernels.cpu.intrinsics import TILE_COLUMNS
 from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
 
 
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers of float32 rows, as float32, and their scales ``[..., 1]``.
+
+    A value that is not finite makes the scale of its row NaN, and the integers zeros.
+    """
+    peaks = rows.abs().amax(-1, keepdim=True)
+    is_finite, counts = peaks.isfinite(), peaks >= LEAST_PEAK
+    # torch computes 127 / peaks as a multiplication by the reciprocal, which rounds twice.
+    inverses = torch.full_like(peaks, 127) / peaks
+    integers = (rows * torch.where(counts, inverses, 0)).round()
+    scales = torch.where(is_finite, torch.where(counts, peaks, 0) / 127, torch.nan)
+    return torch.where(is_finite, integers, 0), scales
+
+
 @dataclass(frozen=True)
 class IntegerWeight(PackedWeight):
     """A weight in integers with one scale for each output.
@@ -33,18 +47,16 @@ class IntegerWeight(PackedWeight):
         """The NumPy type that represents the weight in Numba."""
         return INTEGERS
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs to 8 bits."""
+        return True
+
     def operands(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows of inputs as uint8 ``[num_rows, ROW_HEADER + in_features]``."""
-        values = rows.float()
-        peaks = values.abs().amax(-1, keepdim=True)
-        counts = peaks >= LEAST_PEAK
-        # torch computes 127 / peaks as a multiplication by the reciprocal, which rounds twice.
-        inverses = torch.full_like(peaks, 127) / peaks
-        integers = (values * torch.where(counts, inverses, 0)).round() + 128
-        is_finite = peaks.isfinite()
+        integers, scales = quantize_rows(rows.float())
         operands = torch.zeros((len(rows), ROW_HEADER + self.in_features), dtype=torch.uint8)
-        operands[:, ROW_HEADER:] = torch.where(is_finite, integers, 128).to(torch.uint8)
-        scales = torch.where(is_finite, torch.where(counts, peaks, 0) / 127, torch.nan)
+        operands[:, ROW_HEADER:] = (integers + 128).to(torch.uint8)
         operands[:, :4] = scales.view(torch.uint8)
         return operands
 

@@ -39,6 +39,8 @@ TILE_COLUMNS = 64 if binding.get_host_cpu_features().get("avx512f", False) else 
 4 x 64 sums take 16 registers of AVX-512, and 4 x 16 sums take 8 registers of AVX2.
 """
 
+GROUP = 32
+"""Inputs that share a scale in each column of a quantized weight."""
 SQUARE = 16 if TILE_COLUMNS == 64 else 8
 """Largest side of the squares that ``transpose`` handles fast: the number of float32 in a register."""
 

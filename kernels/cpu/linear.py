@@ -47,6 +47,7 @@ from quire.kernels.cpu.bfloat16_product import (
 )
 from quire.kernels.cpu.integer_product import scale_sums
 from quire.kernels.cpu.intrinsics import (
+    GROUP,
     STORAGE,
     TILE_COLUMNS,
     exact,
@@ -57,9 +58,10 @@ from quire.kernels.cpu.intrinsics import (
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.packed_product import (
     AHEAD,
-    GROUP,
+    BY_ROW,
     add_rows_product,
     bytes_per_input,
+    input_form,
     operand_bytes,
     panel_bytes,
     quantized_bits,
@@ -118,6 +120,11 @@ class PackedWeight:
     def unit_bytes(self) -> int:
         """Bytes of the weights of ``UNIT`` columns."""
         return _PANELS * self.panels[0].nbytes
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs to 8 bits."""
+        return False
 
     def operands(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows ``[num_rows, in_features]`` of the weight's dtype in the form that products read."""
@@ -258,6 +265,7 @@ _FIELDS = (
     "next_unit",
     "num_rows",
     "in_features",
+    "first_input",
     "num_inputs",
     "num_segments",
     "input_stride",
@@ -301,13 +309,14 @@ def sums(
     arguments = np.array(
         [
             (
-                rows.data_ptr() + rows.itemsize * own.start,
-                weight.panels.data_ptr() + weight.unit_bytes // _PANELS // weight.in_features * own.start,
+                rows.data_ptr(),
+                weight.panels.data_ptr(),
                 0 if bias is None else bias.data_ptr(),
                 output.data_ptr(),
                 counter.ctypes.data,
                 rows.shape[0],
                 weight.in_features,
+                own.start,
                 len(own),
                 num_segments,
                 rows.itemsize * rows.shape[1],
@@ -350,7 +359,7 @@ class Product(NamedTuple):
 
     Attributes:
         inputs, weight, output: addresses of the first row, of the unit's weights and of its first output,
-            which is float32. Each input has ``operand_bytes``.
+            which is float32. Inputs have the ``input_form`` of the weight.
         input_stride, output_stride: bytes from one row of inputs to the next, and elements from one row of
             outputs to the next.
         in_features: inputs of the layer.
@@ -378,7 +387,7 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
     """
     keep_apart()
     register = flush_denormals(stored)
-    if operand_bytes(stored) == 1:
+    if input_form(stored) == BY_ROW:
         _sum_integers(product, stored)
     elif num_segments == 1:
         _sum_inputs(product, stored)
@@ -428,7 +437,7 @@ def _sum_segments(product: Product, num_segments: int, stored: Any) -> None:
         if segment < num_segments - 1:
             target, stride = np.int64(levels[num_waiting].ctypes.data), np.int64(UNIT)
         of_segment = Product(
-            product.inputs + operand_bytes(stored) * segment * depth,
+            product.inputs + operand_bytes(segment * depth, stored),
             product.input_stride,
             product.weight + bytes_per_input(stored) * segment * depth,
             product.in_features,
@@ -484,7 +493,7 @@ def _add_tiles(product: Product, stored: Any) -> None:
             for tile in range(num_tiles):
                 first, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
                 total = np.int64(output + 4 * (first * output_stride + panel * TILE_COLUMNS))
-                left = np.int64(first_input + first * input_stride + operand_bytes(stored) * start)
+                left = np.int64(first_input + first * input_stride + operand_bytes(start, stored))
                 fetch = (np.int64(right + AHEAD * input_bytes), np.int64(input_bytes))
                 if fetches_next_piece:
                     share = -(-input_bytes // num_tiles)
@@ -511,7 +520,7 @@ def _add_by_tiles(product: Product, stored: Any) -> None:
         right = np.int64(weight + start * bytes_per_input(stored))
         for row in range(0, num_rows, 2 * TILE_SIDE):
             total = np.int64(output + 4 * row * output_stride)
-            left = np.int64(inputs + row * input_stride + operand_bytes(stored) * start)
+            left = np.int64(inputs + row * input_stride + operand_bytes(start, stored))
             first = np.int64(min(TILE_SIDE, num_rows - row))
             second = np.int64(min(TILE_SIDE, num_rows - row - TILE_SIDE))
             if second > 0:
@@ -561,9 +570,11 @@ def _kernel(stored: Any) -> Any:
                 break
             unit, first = program % args.num_units, program // args.num_units * ROWS
             product = Product(
-                args.inputs + first * args.input_stride,
+                args.inputs + first * args.input_stride + operand_bytes(args.first_input, stored),
                 args.input_stride,
-                args.weight + unit_offset(unit, args.in_features, stored),
+                args.weight
+                + unit_offset(unit, args.in_features, stored)
+                + bytes_per_input(stored) * args.first_input,
                 args.in_features,
                 args.num_inputs,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),

@@ -2,7 +2,8 @@
 
 A panel has ``TILE_COLUMNS`` output columns. Unquantized, it is ``[in_features, TILE_COLUMNS]``. Quantized, it
 is a run of groups of ``GROUP`` inputs. A group has words of 32 bits, ``[inputs / inputs in a word,
-TILE_COLUMNS]``, with the first input in the lowest bits, and then a bfloat16 scale for each column.
+TILE_COLUMNS]``, and then a bfloat16 scale for each column. The first input of a word is in its lowest bits.
+Of eight inputs, the first four are in the lower halves of the word's bytes.
 
 An integer is converted to float32 while it is in the upper bits of its word, which saves a shift. The result
 is 2**24 times the value of an 8-bit integer and 2**28 times that of a 4-bit integer. The scales are smaller
@@ -19,6 +20,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
+from numba.extending import register_jitable
 
 from quire.kernels.cpu.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
 from quire.kernels.cpu.bfloat16_product import LANES, emit_pair_products
@@ -31,6 +33,7 @@ from quire.kernels.cpu.integer_product import (
 )
 from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
+    GROUP,
     TILE_COLUMNS,
     emit_loop,
     emit_prefetch,
@@ -44,16 +47,25 @@ from quire.kernels.cpu.intrinsics import (
     widened,
     widened_vector,
 )
+from quire.kernels.cpu.nibble_product import (
+    CORRECTION_WORD,
+    OPERAND_BYTES,
+    SCALE_WORD,
+    emit_end,
+    emit_nibble_products,
+    emit_nibbles,
+    emit_start,
+)
 
-GROUP = 32
-"""Inputs that share a scale in each column of a quantized weight."""
 _SCALE_BYTES = 2
 AHEAD = 64
 """Distance, in inputs of a panel, at which a tile of several rows prefetches its own weights."""
 _GROUPS_AHEAD = 8
 """Distance, in groups, at which it prefetches quantized weights."""
 
-_BITS = {types.int8: 8, types.uint8: 4}
+_NIBBLES = types.float64
+"""The Numba type of ``nibble_product.NIBBLES``."""
+_BITS = {types.int8: 8, types.uint8: 4, _NIBBLES: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
 _PAIRS = types.uint32
 """The Numba type of ``bfloat16_product.PAIRS``."""
@@ -61,8 +73,12 @@ _INTEGERS = types.int32
 """The Numba type of ``integer_product.INTEGERS``."""
 _CHAINS, _TILES = types.uint64, types.int64
 """The Numba types of ``amx_product.CHAINS`` and ``TILES``."""
-_OPERAND_BYTES = {_PAIRS: 2, _TILES: 2, _INTEGERS: 1}
-"""Bytes of an input, unless it is a float32."""
+FLOATS, PAIRED, BY_ROW, BY_GROUP = range(4)
+"""Forms of a row of inputs: float32, pairs of bfloat16, and integers with a scale for all or for a group."""
+_FORMS = {_PAIRS: PAIRED, _TILES: PAIRED, _INTEGERS: BY_ROW, _NIBBLES: BY_GROUP}
+"""Form of the inputs that are multiplied with weights of a type, unless it is ``FLOATS``."""
+_GROUP_BYTES = (4 * GROUP, 2 * GROUP, GROUP, OPERAND_BYTES)
+"""Bytes of ``GROUP`` inputs, by their form."""
 _WEIGHT_BYTES = {_PAIRS: 2, _CHAINS: 2, _TILES: 2, _INTEGERS: 1}
 """Bytes of a weight whose Numba type stands for another type."""
 _FLOAT_LANES = 16 if TILE_COLUMNS == 64 else 8
@@ -111,34 +127,40 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
 
 
 @instruction
-def operand_bytes(typingctx: Any, stored: Any) -> Any:
-    """Return the bytes of an input in the form in which products with these weights read it."""
-    num_bytes = _OPERAND_BYTES.get(stored.dtype, 4)
+def input_form(typingctx: Any, stored: Any) -> Any:
+    """Return the form in which products with these weights read their inputs."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(_INT64, num_bytes)
+        return ir.Constant(_INT64, _FORMS.get(stored.dtype, FLOATS))
 
     return types.int64(stored), codegen
 
 
 @exact
+def operand_bytes(num_inputs: int, stored: Any) -> int:
+    """Return the bytes of some inputs, which are whole groups if these have scales, in their form."""
+    num_bytes: int = num_inputs * _GROUP_BYTES[input_form(stored)] // GROUP
+    return num_bytes
+
+
+@exact
 def row_bytes(length: int, stored: Any) -> int:
     """Return the bytes of a row of inputs in the form in which products with these weights read it."""
-    num_bytes: int = length * operand_bytes(stored) + row_header(stored)
+    num_bytes: int = operand_bytes(length, stored) + row_header(stored)
     return num_bytes
 
 
 @exact
 def row_header(stored: Any) -> int:
     """Return the bytes before the first input of a row."""
-    return ROW_HEADER if operand_bytes(stored) == 1 else 0
+    return ROW_HEADER if input_form(stored) == BY_ROW else 0
 
 
 @exact
 def panel_bytes(in_features: int, stored: Any) -> int:
     """Return the bytes of a panel."""
     num_bytes: int = in_features * bytes_per_input(stored)
-    return num_bytes + PANEL_TRAILER if operand_bytes(stored) == 1 else num_bytes
+    return num_bytes + PANEL_TRAILER if input_form(stored) == BY_ROW else num_bytes
 
 
 class _Tile(NamedTuple):
@@ -168,9 +190,25 @@ class _Tile(NamedTuple):
 
     def stored(self, panel: int, offset: Any, element: Any) -> Any:
         """Emit the load of a vector of stored values of a panel, ``offset`` bytes from its beginning."""
-        vector = ir.VectorType(element, self.columns).as_pointer()
-        at = self.builder.gep(self.rights[panel], [offset])
-        return self.builder.load(self.builder.bitcast(at, vector), align=1)
+        return self.stored_parts(panel, offset, element, self.columns)[0]
+
+    def stored_parts(self, panel: int, offset: Any, element: Any, lanes: int) -> list[Any]:
+        """Emit the loads of these values as several vectors."""
+        vector = ir.VectorType(element, lanes).as_pointer()
+        at = self.builder.bitcast(self.builder.gep(self.rights[panel], [offset]), vector)
+        places = [ir.Constant(_INT64, part) for part in range(self.columns // lanes)]
+        return [self.builder.load(self.builder.gep(at, [place]), align=1) for place in places]
+
+    def total_parts(self, kind: Any, lanes: int) -> _Sums:
+        """Emit pointers to the sums by row and part, of which a panel has ``columns / lanes``."""
+        vector, num_parts = ir.VectorType(kind, lanes).as_pointer(), self.columns // lanes
+        return {
+            (row, panel * num_parts + part): self.builder.gep(
+                self.builder.bitcast(total, vector), [ir.Constant(_INT64, part)]
+            )
+            for (row, panel), total in self.totals.items()
+            for part in range(num_parts)
+        }
 
     def prefetch(self, offset: Any, distances: Iterable[int]) -> None:
         """Emit prefetches of the panels, at some distances behind ``offset`` bytes from their beginnings."""
@@ -211,7 +249,7 @@ def add_rows_product(
     bits do not depend on the size of the tile.
 
     Args:
-        total, left, right: addresses; total is float32, and left has ``operand_bytes`` for each input.
+        total, left, right: addresses; total is float32, and left has the ``input_form`` of these weights.
         depth: number of products in a sum; whole groups, pairs or tiles, if the weights have these.
         fetch: address to prefetch for k = 0, and the number of bytes from there to the address for the next
             k. Only products of 3 or more rows with float32 weights use this; others prefetch their own
@@ -227,7 +265,9 @@ def add_rows_product(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         tile = _make_tile(builder, arguments, num_rows, num_panels)
-        if stored.dtype in _BITS:
+        if stored.dtype == _NIBBLES:
+            _add_nibbles(tile, arguments[3])
+        elif stored.dtype in _BITS:
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
         elif stored.dtype == _PAIRS:
             _add_words(tile, arguments[3], 2, (_FLOAT, LANES), emit_pair_products)
@@ -308,14 +348,8 @@ def _add_words(
     builder, word_bytes = tile.builder, 4 * tile.columns
     kind, lanes = sums_type
     num_parts = tile.columns // lanes
-    vector, words = ir.VectorType(kind, lanes), ir.VectorType(_INT32, lanes)
-    totals = {
-        (row, panel * num_parts + part): builder.gep(
-            builder.bitcast(total, vector.as_pointer()), [ir.Constant(_INT64, part)]
-        )
-        for (row, panel), total in tile.totals.items()
-        for part in range(num_parts)
-    }
+    words = ir.VectorType(_INT32, lanes)
+    totals = tile.total_parts(kind, lanes)
 
     def add(index: Any, sums: _Sums) -> _Sums:
         offset = builder.mul(index, ir.Constant(_INT64, word_bytes))
@@ -405,15 +439,66 @@ def _add_chains_of(tile: _Tile, depth: Any, rights: dict[int, Any]) -> None:
     emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, TILE_INPUTS)), {}, add_block)
 
 
-def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
-    """Emit the product with quantized weights."""
+def _for_each_group(tile: _Tile, depth: Any, bits: int, add: Callable[[Any, Any], None]) -> None:
+    """Emit a loop over groups of quantized weights: ``add(group, start)``.
+
+    A group begins ``start`` bytes from the beginning of each panel.
+    """
     builder, num_bytes = tile.builder, group_bytes(bits)
-    zero = ir.Constant(ir.VectorType(_FLOAT, TILE_COLUMNS), [0.0] * TILE_COLUMNS)
 
     def add_group(group: Any, _: _Sums) -> _Sums:
         start = builder.mul(group, ir.Constant(_INT64, num_bytes))
         ahead = _GROUPS_AHEAD * num_bytes
         tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
+        add(group, start)
+        return {}
+
+    emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, GROUP)), {}, add_group)
+
+
+def _add_nibbles(tile: _Tile, depth: Any) -> None:
+    """Emit the product of weights of 4 bits and inputs of 8 bits."""
+    builder, panels, rows = tile.builder, range(len(tile.rights)), range(len(tile.lefts))
+    instruction, lanes = integer_instruction(processor_features())
+    totals, floats = tile.total_parts(_FLOAT, lanes), ir.VectorType(_FLOAT, lanes)
+
+    def add(group: Any, start: Any) -> None:
+        first = builder.mul(group, ir.Constant(_INT64, OPERAND_BYTES // 4))
+
+        def word(row: int, index: int, kind: Any = _INT32) -> Any:
+            return tile.word(row, builder.add(first, ir.Constant(_INT64, index)), kind)
+
+        def of_group(offset: int, element: Any) -> list[Any]:
+            at = builder.add(start, ir.Constant(_INT64, offset))
+            return [part for panel in panels for part in tile.stored_parts(panel, at, element, lanes)]
+
+        corrections = [word(row, CORRECTION_WORD) for row in rows]
+        sums = {each: emit_start(builder, corrections[each[0]], instruction, lanes) for each in totals}
+        for index in range(GROUP // 8):
+            halves = [emit_nibbles(builder, each) for each in of_group(4 * TILE_COLUMNS * index, _INT32)]
+            for half in range(2):
+                inputs = [word(row, 2 * index + half) for row in rows]
+                for row, part in totals:
+                    products = (inputs[row], halves[part][half], sums[row, part])
+                    sums[row, part] = emit_nibble_products(builder, *products, instruction)
+        stored = of_group(GROUP // 2 * TILE_COLUMNS, _INT16)
+        scales = [widened_vector(builder, types.uint16, each) for each in stored]
+        factors = [splat(builder, word(row, SCALE_WORD, _FLOAT), lanes) for row in rows]
+        for (row, part), total in totals.items():
+            exact_sums = emit_end(builder, sums[row, part], corrections[row], instruction, lanes)
+            values = builder.sitofp(exact_sums, floats)
+            both = builder.fmul(factors[row], scales[part])
+            builder.store(fused(builder, values, both, builder.load(total, align=4)), total, align=4)
+
+    _for_each_group(tile, depth, 4, add)
+
+
+def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
+    """Emit the product with quantized weights."""
+    builder, num_bytes = tile.builder, group_bytes(bits)
+    zero = ir.Constant(ir.VectorType(_FLOAT, TILE_COLUMNS), [0.0] * TILE_COLUMNS)
+
+    def add(group: Any, start: Any) -> None:
         first = builder.mul(group, ir.Constant(_INT64, GROUP))
         sums = _sum_group(tile, start, first, dict.fromkeys(tile.totals, zero), bits)
         scales_at = builder.add(start, ir.Constant(_INT64, num_bytes - _SCALE_BYTES * TILE_COLUMNS))
@@ -424,9 +509,8 @@ def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
                 total = tile.totals[row, panel]
                 added = fused(builder, sums[row, panel], scales, builder.load(total, align=4))
                 builder.store(added, total, align=4)
-        return {}
 
-    emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, GROUP)), {}, add_group)
+    _for_each_group(tile, depth, bits, add)
 
 
 def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> _Sums:
@@ -443,19 +527,25 @@ def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> 
         words = [tile.stored(panel, offset, _INT32) for panel in range(len(tile.rights))]
         k = builder.add(first, builder.mul(index, ir.Constant(_INT64, per_word)))
         for number in range(per_word):
-            weights = [_upper_bits(builder, each, number, bits) for each in words]
+            weights = [_upper_bits(builder, each, place_in_word(number, bits), bits) for each in words]
             sums = tile.add_products(sums, builder.add(k, ir.Constant(_INT64, number)), weights)
         return sums
 
     return emit_loop(builder, ir.Constant(_INT64, GROUP // per_word), zeros, add)
 
 
-def _upper_bits(builder: Any, words: Any, number: int, bits: int) -> Any:
+@register_jitable  # type: ignore[untyped-decorator]
+def place_in_word(number: int, bits: int) -> int:
+    """Return the place in a word of one of its inputs."""
+    return number if bits == 8 else number % 4 * 2 + number // 4
+
+
+def _upper_bits(builder: Any, words: Any, place: int, bits: int) -> Any:
     """Emit the conversion of one integer of each word to float32, times ``2 ** (32 - bits)``."""
     wide = words.type
-    if distance := 32 - bits * (number + 1):
+    if distance := 32 - bits * (place + 1):
         words = builder.shl(words, ir.Constant(wide, [distance] * wide.count))
-    if number:
+    if place:
         words = builder.and_(words, ir.Constant(wide, [-1 << 32 - bits] * wide.count))
     return builder.sitofp(words, ir.VectorType(_FLOAT, wide.count))
 
@@ -500,12 +590,12 @@ def read_weight(panel: int, index: int, column: int, in_features: int, stored: A
     bits = quantized_bits(stored)
     if bits == 0:
         position = index * TILE_COLUMNS + column
-        if operand_bytes(stored) == 2 or _are_tiles(stored):
+        if input_form(stored) == PAIRED or _are_tiles(stored):
             position = _place_in_pairs(index, column, stored)
-        if operand_bytes(stored) == 1:
+        if input_form(stored) == BY_ROW:
             position = (index // INPUTS * TILE_COLUMNS + column) * INPUTS + index % INPUTS
         weight: np.float32 = _read_plain(panel, position, stored)
-        if operand_bytes(stored) == 1:
+        if input_form(stored) == BY_ROW:
             ends = carray(pointer(panel + in_features * bytes_per_input(stored), np.float32), (TILE_COLUMNS,))
             weight *= ends[column]
         return weight
@@ -513,7 +603,8 @@ def read_weight(panel: int, index: int, column: int, in_features: int, stored: A
     start = panel + index // GROUP * GROUP * bytes_per_input(stored)
     words = carray(pointer(start, np.int32), (GROUP // per_word, TILE_COLUMNS))
     word = np.int64(words[index % GROUP // per_word, column])
-    integer = word >> bits * (index % per_word) << 64 - bits >> 64 - bits
+    place = place_in_word(index % per_word, bits)
+    integer = word >> bits * place << 64 - bits >> 64 - bits
     scales_at = start + 4 * (GROUP // per_word) * TILE_COLUMNS
     scale = widen(carray(pointer(scales_at, np.uint16), (TILE_COLUMNS,))[column])
     dequantized: np.float32 = np.float32(integer) * (scale * np.float32(1 << 32 - bits))

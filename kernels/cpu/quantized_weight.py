@@ -1,34 +1,51 @@
 """Weights of linear layers in 8 or 4 bits, for the kernels in ``linear``.
 
 A group of ``GROUP`` inputs of an output column shares one bfloat16 scale, as in llama.cpp's formats Q8_0 and
-Q4_0, whose scale is a float16. The inputs of a layer are not quantized: the kernels convert the integers to
-float32 in registers.
+Q4_0, whose scale is a float16. With 4 bits, the scale is the one of several candidates that makes the sum of
+squared errors smallest. With the types int8 and int4, the inputs of a layer are not quantized: the kernels
+convert the integers to float32 in registers. With w4a8, they are rounded to 8 bits; see ``nibble_product``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS
+from quire.kernels.cpu import threads
+from quire.kernels.cpu.integer_weight import quantize_rows
+from quire.kernels.cpu.intrinsics import (
+    GROUP,
+    SQUARE,
+    STORAGE,
+    TILE_COLUMNS,
+    bits_of_float,
+    encode,
+    exact,
+    fetch_and_increment,
+    pointer,
+    transpose,
+    widen,
+)
+from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
-from quire.kernels.cpu.packed_product import GROUP, group_bytes
+from quire.kernels.cpu.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
+from quire.kernels.cpu.packed_product import group_bytes, place_in_word
 
-QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8}
+QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8, "w4a8": NIBBLES}
 """NumPy type that stands for weights of a dtype in Numba."""
-_BITS = {"int8": 8, "int4": 4}
-_PEAKS = {8: 127, 4: -8}
-"""Integer that represents the weight of the largest magnitude in a group, by the number of bits.
+_BITS = {"int8": 8, "int4": 4, "w4a8": 4}
+_PEAKS: dict[int, tuple[float, ...]] = {8: (127.0,), 4: (-8.0, -8.5, -7.5, -7.0, -9.0, -6.5, 7.0, 7.5)}
+"""What may stand for the weight of the largest magnitude in a group, by the number of bits.
 
-Four bits can represent -8 but not 8, so the sign of the scale makes this integer negative.
+A negative number makes the scale negative, since four bits can represent -8 but not 8.
 """
-_RANGES = {8: (-127, 127), 4: (-8, 7)}
+_RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
 """Smallest and largest integer, by the number of bits."""
-_CHUNK = 1 << 18
-"""Number of weights to quantize at a time, so that little memory is needed in addition to the result."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,23 @@ class QuantizedWeight(PackedWeight):
         """The NumPy type that represents the weight in Numba."""
         return QUANTIZED[self.weight_dtype]
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs to 8 bits."""
+        return self.stored is NIBBLES
+
+    def operands(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of inputs as float32, or with w4a8 as the bytes that ``nibble_product`` describes."""
+        if not self.rounds_inputs:
+            return super().operands(rows)
+        integers, scales = quantize_rows(rows.float().unflatten(-1, (-1, GROUP)))
+        operands = torch.empty((*integers.shape[:2], OPERAND_BYTES), dtype=torch.uint8)
+        operands[..., :GROUP] = integers.to(torch.int8).view(torch.uint8)
+        operands[..., GROUP : GROUP + 4] = (scales * SCALE_FACTOR).view(torch.uint8)
+        corrections = -OFFSET * integers.sum(-1, keepdim=True)
+        operands[..., GROUP + 4 :] = corrections.to(torch.int32).view(torch.uint8)
+        return operands.flatten(1)
+
     def unpack(self) -> torch.Tensor:
         """Return the dequantized weight ``[out_features, in_features]``."""
         return self.rows(torch.arange(self.out_features))
@@ -66,8 +100,10 @@ class QuantizedWeight(PackedWeight):
         panel, column = indices // TILE_COLUMNS, indices % TILE_COLUMNS
         words = self.panels[:, :, :num_bytes].unflatten(-1, (-1, TILE_COLUMNS, 4))[panel, :, :, column]
         scales = self.panels[:, :, num_bytes:].view(torch.bfloat16)[panel, :, column]
-        integers = _unpack_integers(words.view(torch.int8), bits).flatten(-2)
-        values = integers.float() * (scales.float() * 2.0 ** (32 - bits))[..., None]
+        integers = words.view(torch.int8)
+        if bits == 4:
+            integers = torch.cat([integers << 4 >> 4, integers >> 4], dim=-1)
+        values = integers.flatten(-2).float() * (scales.float() * 2.0 ** (32 - bits))[..., None]
         return values.reshape(*indices.shape, self.in_features).to(self.unpacked_dtype)
 
 
@@ -81,37 +117,109 @@ def quantize(weight: torch.Tensor, weight_dtype: str) -> QuantizedWeight:
     out_features, in_features = weight.shape
     bits, num_panels = _BITS[weight_dtype], num_padded_panels(out_features)
     panels = torch.zeros((num_panels, in_features // GROUP, group_bytes(bits)), dtype=torch.uint8)
-    step = max(1, _CHUNK // (TILE_COLUMNS * in_features))
-    for first in range(0, -(-out_features // TILE_COLUMNS), step):
-        rows = weight[first * TILE_COLUMNS : (first + step) * TILE_COLUMNS].float()
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % TILE_COLUMNS))
-        part = _quantize_panels(rows.view(-1, TILE_COLUMNS, in_features // GROUP, GROUP), bits)
-        panels[first : first + len(part)] = part
+    num_whole = out_features // TILE_COLUMNS
+    _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels, bits)
+    rest = weight[num_whole * TILE_COLUMNS :]
+    rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
+    _quantize_panels(rest, panels[num_whole:], bits)
     return QuantizedWeight(panels, out_features, in_features, weight_dtype, weight.dtype)
 
 
-def _quantize_panels(groups: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the bytes of panels ``[num_panels, TILE_COLUMNS, num_groups, GROUP]``."""
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scales = (largest / _PEAKS[bits]).bfloat16()
-    # A group of zeros has a scale of zero, and dividing by it would give NaN.
-    quotients = groups / torch.where(scales == 0, 1, scales.float())
-    lowest, highest = _RANGES[bits]
-    integers = quotients.round().clamp(lowest, highest).to(torch.int8)
-    words = _pack_integers(integers.unflatten(-1, (-1, 32 // bits)), bits)
-    # [panels, columns, groups, words, bytes] -> [panels, groups, words, columns, bytes]
-    words = words.permute(0, 2, 3, 1, 4).flatten(2).view(torch.uint8)
-    scales = (scales[..., 0] / 2 ** (32 - bits)).transpose(1, 2).contiguous()
-    return torch.cat([words, scales.view(torch.uint8)], dim=-1)
+_FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
+_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
-def _pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the bytes of some int8 along the last dimension; two integers of 4 bits share one."""
-    return integers if bits == 8 else integers[..., 0::2] & 15 | integers[..., 1::2] << 4
+def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor, bits: int) -> None:
+    """Quantize whole panels of a weight on all threads."""
+    weight, counter = weight.contiguous(), np.zeros(1, np.int64)
+    addresses = weight.data_ptr(), panels.data_ptr()
+    sizes = weight.shape[1], len(weight) // TILE_COLUMNS
+    arguments = np.array([(*addresses, *sizes, counter.ctypes.data)], dtype=_ARGUMENTS)
+    kernel = _kernel(STORAGE[weight.dtype], bits)
+    threads.run(kernel.address, arguments.ctypes.data, torch.get_num_threads())
 
 
-def _unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the int8 that ``_pack_integers`` packed."""
-    if bits == 8:
-        return packed
-    return torch.stack([packed << 4 >> 4, packed >> 4], dim=-1).flatten(-2)
+@exact
+def _integer(value: np.float32, scale: np.float32, bounds: tuple[float, float]) -> np.float32:
+    """Return the integer of a weight, as float32. In a group of zeros, the scale is zero, too."""
+    quotient = np.rint(value / (scale if scale != 0.0 else np.float32(1.0)))
+    integer: np.float32 = min(max(quotient, np.float32(bounds[0])), np.float32(bounds[1]))
+    return integer
+
+
+@exact
+def _find_scales(group: Any, scales: Any, peaks: tuple[float, ...], bounds: tuple[float, float]) -> None:
+    """Find the columns' scales, which are bfloat16 values.
+
+    Args:
+        group: float32 ``[GROUP, TILE_COLUMNS]``.
+        scales: the result, float32.
+        peaks: a value of ``_PEAKS``.
+        bounds: a value of ``_RANGES``.
+    """
+    largest, tried, errors, least = np.zeros((4, TILE_COLUMNS), np.float32)
+    for k in range(GROUP):
+        for column in range(TILE_COLUMNS):
+            # A NaN counts as larger than all numbers, since its bits are.
+            bits, before = bits_of_float(group[k, column]), bits_of_float(largest[column])
+            is_larger = bits & np.int32(0x7FFFFFFF) > before & np.int32(0x7FFFFFFF)
+            largest[column] = group[k, column] if is_larger else largest[column]
+    for number, peak in enumerate(peaks):
+        for column in range(TILE_COLUMNS):
+            tried[column] = widen(encode(largest[column] / np.float32(peak), np.uint16))
+            errors[column] = 0.0
+        for k in range(GROUP):
+            for column in range(TILE_COLUMNS):
+                value, scale = group[k, column], tried[column]
+                error = value - _integer(value, scale, bounds) * scale
+                errors[column] += error * error
+        for column in range(TILE_COLUMNS):
+            is_better = number == 0 or errors[column] < least[column]
+            scales[column] = tried[column] if is_better else scales[column]
+            least[column] = errors[column] if is_better else least[column]
+
+
+@exact
+def _write_group(group: Any, scales: Any, target: int, bits: int, bounds: tuple[float, float]) -> None:
+    """Write the words and the scales of a group to an address."""
+    per_word = 32 // bits
+    words = carray(pointer(target, np.int32), (GROUP // per_word, TILE_COLUMNS))
+    words[:] = 0
+    for k in range(GROUP):
+        shift = np.int32(bits * place_in_word(k % per_word, bits))
+        for column in range(TILE_COLUMNS):
+            integer = np.int32(_integer(group[k, column], scales[column], bounds))
+            words[k // per_word, column] |= (integer & np.int32((1 << bits) - 1)) << shift
+    stored_scales = carray(pointer(target + words.nbytes, np.uint16), (TILE_COLUMNS,))
+    for column in range(TILE_COLUMNS):
+        stored_scales[column] = encode(scales[column] * np.float32(2.0 ** (bits - 32)), np.uint16)
+
+
+@cache
+def _kernel(stored: Any, bits: int) -> Any:
+    """Compile the function that each thread runs: it quantizes the next panel until none is left."""
+    item_bytes, num_bytes = np.dtype(stored).itemsize, group_bytes(bits)
+    peaks, bounds = _PEAKS[bits], _RANGES[bits]
+
+    def kernel(arguments: Any) -> None:
+        args = carray(arguments, 1)[0]
+        num_groups = args.in_features // GROUP
+        group = np.empty((GROUP, TILE_COLUMNS), np.float32)
+        scales = np.empty(TILE_COLUMNS, np.float32)
+        while True:
+            panel = np.int64(fetch_and_increment(args.next_panel))
+            if panel >= args.num_panels:
+                break
+            for index in range(num_groups):
+                source = args.weight + item_bytes * (panel * TILE_COLUMNS * args.in_features + index * GROUP)
+                for column in range(0, TILE_COLUMNS, SQUARE):
+                    for k in range(0, GROUP, SQUARE):
+                        square = np.int64(source + item_bytes * (column * args.in_features + k))
+                        target = np.int64(group.ctypes.data + 4 * (k * TILE_COLUMNS + column))
+                        stride = np.int64(args.in_features)
+                        transpose(square, stride, target, TILE_COLUMNS, np.float32(1.0), stored, SQUARE)
+                _find_scales(group, scales, peaks, bounds)
+                target = args.panels + (panel * num_groups + index) * num_bytes
+                _write_group(group, scales, target, bits, bounds)
+
+    return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")

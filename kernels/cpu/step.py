@@ -33,8 +33,14 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
+from quire.kernels.cpu.nibble_product import encode_groups
 from quire.kernels.cpu.packed_product import (
+    BY_GROUP,
+    BY_ROW,
+    FLOATS,
+    PAIRED,
     bytes_per_input,
+    input_form,
     operand_bytes,
     panel_bytes,
     read_weight,
@@ -204,7 +210,7 @@ def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int, store
 @exact
 def _operands(args: Any, rows: int, stored: Any) -> int:
     """Return the address of the inputs of a linear layer, which are the float32 ``rows`` or made of them."""
-    if operand_bytes(stored) == 4:
+    if input_form(stored) == FLOATS:
         return rows
     operands: int = args.operands
     return operands
@@ -213,12 +219,14 @@ def _operands(args: Any, rows: int, stored: Any) -> int:
 @exact
 def _encode_rows(args: Any, rows: int, length: int, first: int, end: int, stored: Any) -> None:
     """Write some float32 rows in the form in which products read them, unless that is float32."""
-    if operand_bytes(stored) == 2:
-        at = args.operands + first * row_bytes(length, stored)
-        encode_pairs(rows + 4 * first * length, at, (end - first) * length)
-    elif operand_bytes(stored) == 1:
-        for row in range(first, end):
-            encode_integers(rows + 4 * row * length, args.operands + row * row_bytes(length, stored), length)
+    source, target = rows + 4 * first * length, args.operands + first * row_bytes(length, stored)
+    if input_form(stored) == PAIRED:
+        encode_pairs(source, target, (end - first) * length)
+    elif input_form(stored) == BY_GROUP:
+        encode_groups(source, target, (end - first) * length)
+    elif input_form(stored) == BY_ROW:
+        for row in range(end - first):
+            encode_integers(source + 4 * row * length, target + row * row_bytes(length, stored), length)
 
 
 @exact
@@ -411,7 +419,7 @@ def _sum_pieces(
             row = (program - first_program) // linear.num_units * ROWS
             input_offset = (first - own_first) * depth
             product = Product(
-                inputs + row * input_stride + operand_bytes(stored) * input_offset,
+                inputs + row * input_stride + operand_bytes(input_offset, stored),
                 input_stride,
                 linear.weight
                 + unit_offset(unit, linear.in_features, stored)
@@ -688,7 +696,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         if item_bytes < 4:
             _narrow_rows(args.attended, attended_size, first, end, storage)
         _encode_rows(args, args.attended, attended_size, first, end, stored)
-        if item_bytes < 4 or drops_rows or operand_bytes(stored) != 4:
+        if item_bytes < 4 or drops_rows or input_form(stored) != FLOATS:
             phase = _wait(args, num_threads, phase)
         phase, round_number = _add_linear(
             args,
@@ -710,7 +718,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         phase = _wait(args, num_threads, phase)
         _run_gate(args, layer, counters + 16, storage, item_bytes, stored)
         phase = _wait(args, num_threads, phase)
-        if operand_bytes(stored) != 4:
+        if input_form(stored) != FLOATS:
             _encode_rows(args, args.mlp, args.mlp_stride, first, end, stored)
             phase = _wait(args, num_threads, phase)
         phase, round_number = _add_linear(

@@ -27,6 +27,7 @@ PINS: dict[str, Pins] = {
         ("llama", "float32", "int8"): "adf640c2713b482a",
         ("llama", "float32", "int4"): "81b5322b1a05d219",
         ("llama", "bfloat16", "w8a8"): "94aaf5354499b50f",
+        ("llama", "float32", "w4a8"): "",
     },
     "amx-bf16-1": {
         ("gemma2", "bfloat16", "auto"): "7dbe0ca83cff56c6",

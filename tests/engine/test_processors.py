@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 CASES = [
     ("gemma2", "float32", "auto"),
     ("gpt_neox", "bfloat16", "w8a8"),
+    ("gemma2", "float32", "w4a8"),
 ]
 
 

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear, pack_linear_layers
 from quire.engine.weights.loader import load_model
 from quire.kernels.cpu.integer_product import MOST_INPUTS
-from quire.kernels.cpu.packed_product import GROUP
-from quire.kernels.cpu.quantized_weight import quantize
+from quire.kernels.cpu.intrinsics import GROUP
+from quire.kernels.cpu.quantized_weight import QUANTIZED, quantize
 from quire.settings.setting import SettingError
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
 from tests.testing.tiny_models import generate_greedy, make_random_model
@@ -60,6 +60,8 @@ def test_tokens_are_those_of_the_dequantized_weights(
         ("gemma3", "float32", "int4"),
         ("gemma3", "bfloat16", "w8a8"),
         ("gpt2", "bfloat16", "w8a8"),
+        ("gemma3", "float32", "w4a8"),
+        ("llama", "bfloat16", "w4a8"),
     ],
 )
 def test_a_program_gives_the_bits_of_the_modules(
@@ -73,8 +75,8 @@ def test_a_program_gives_the_bits_of_the_modules(
 
 def test_each_weight_dtype_is_another_model(tiny_model: Callable[[str], Path]) -> None:
     folder = str(tiny_model("llama"))
-    digests = {load_model(folder, "float32", CPU, each).digest for each in ("auto", "w8a8", "int8", "int4")}
-    assert len(digests) == 4
+    digests = {load_model(folder, "float32", CPU, each).digest for each in ("auto", *QUANTIZED, "w8a8")}
+    assert len(digests) == 5
 
 
 def test_all_linear_layers_are_quantized_and_nothing_else_is_kept(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_logprobs_in_the_order_of_amx_do_not_depend_on_how_a_sequence_is_cut(
     [
         *((each, "bfloat16", "auto") for each in ARCHITECTURES),
         *((each, "float32", "auto") for each in ("llama", "mistral")),
-        *(("llama", "float32", each) for each in ("w8a8", "int8", "int4")),
+        *(("llama", "float32", each) for each in ("w8a8", "w4a8", "int8", "int4")),
     ],
 )
 def test_logprobs_do_not_depend_on_how_a_sequence_is_cut(

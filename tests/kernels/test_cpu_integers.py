@@ -1,4 +1,4 @@
-"""Products of 8-bit integers on the CPU: exact sums, by every instruction."""
+"""Products of integers of 8 or 4 bits on the CPU: exact sums, by every instruction."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,18 @@ from quire.kernels.cpu.integer_product import (
     integer_instruction,
 )
 from quire.kernels.cpu.integer_weight import quantize_to_integers
-from quire.kernels.cpu.linear import ROWS, UNIT, linear, sums
+from quire.kernels.cpu.intrinsics import GROUP
+from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, sums
+from quire.kernels.cpu.nibble_product import (
+    OPERAND_BYTES,
+    SCALE_FACTOR,
+    emit_end,
+    emit_nibble_products,
+    emit_nibbles,
+    emit_start,
+    encode_groups,
+)
+from quire.kernels.cpu.quantized_weight import quantize
 
 HASWELL = "avx2 fma f16c"
 SKYLAKE = f"{HASWELL} avx512f avx512bw avx512dq avx512vl"
@@ -44,6 +57,15 @@ PROCESSORS: dict[str, tuple[str, str, tuple[Instruction, int]]] = {
     "Diamond Rapids": ("diamondrapids", f"{VNNI} avx512bf16 avxvnni avxvnniint8 amx-int8", ("vpdpbusd", 16)),
 }
 """LLVM's name of each processor, its features that matter here, and how it multiplies integers."""
+INSTRUCTIONS: list[tuple[Instruction, int, str]] = [
+    ("vpdpbusd", 16, "avx512vnni"),
+    ("vpdpbusd", 8, "avxvnni"),
+    ("vpmaddwd", 16, "avx512bw"),
+    ("vpmaddwd", 8, "avx2"),
+    ("vpmulld", 8, "avx"),
+]
+"""The instructions, their lanes, and the features that they need."""
+PACKS = [quantize_to_integers, partial(quantize, weight_dtype="w4a8")]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -68,18 +90,33 @@ def test_the_machine_code_of_a_processor(name: str) -> None:
     assert is_vex == [instruction == "vpdpbusd" and lanes == 8] * len(found)
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "Sandy Bridge"])
+def test_the_machine_code_of_four_bits(name: str) -> None:
+    processor, _, (instruction, lanes) = PROCESSORS[name]
+    machine = binding.Target.from_default_triple().create_target_machine(cpu=processor)
+    module = product_module(instruction, lanes, add_nibble_products)
+    lines = machine.emit_assembly(binding.parse_assembly(str(module))).splitlines()
+    expected = {"vpdpbusd": 2} if instruction == "vpdpbusd" else {"vpmaddubsw": 2, "vpmaddwd": 1}
+    for found, count in expected.items():
+        products = [line for line in lines if found in line]
+        assert len(products) == count
+        assert all(("zmm" if lanes == 16 else "ymm") in line for line in products)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Alder Lake is an x86")
-def test_the_kernel_of_a_processor_with_vnni_but_without_avx512(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["integer_product.INTEGERS", "nibble_product.NIBBLES"])
+def test_the_kernel_of_a_processor_with_vnni_but_without_avx512(tmp_path: Path, stored: str) -> None:
     program = f"""
 from llvmlite import binding
 
 features = dict.fromkeys("{PROCESSORS["Alder Lake"][1]}".split(), True)
 binding.get_host_cpu_features = lambda: features
-from quire.kernels.cpu.integer_product import INTEGERS
+from quire.kernels.cpu import integer_product, nibble_product
 from quire.kernels.cpu.linear import _kernel
 
-print(_kernel(INTEGERS)._library.get_asm_str())
+print(_kernel({stored})._library.get_asm_str())
 """
     environment = {
         "NUMBA_CACHE_DIR": str(tmp_path),
@@ -125,6 +162,65 @@ def test_products_are_exact(
     assert torch.equal(sums(inputs, packed, None, num_segments=8), sums(inputs, packed, None))
 
 
+def expected_groups(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the products of weights in 4 bits: groups are added in order, each with one rounding."""
+    packed = quantize(weight, "w4a8")
+    panels = packed.panels[:, :, -2 * packed.panels.shape[-1] // 18 :].view(torch.bfloat16)
+    scales = panels.transpose(1, 2).flatten(0, 1)[: len(weight)].float()
+    steps = (scales * SCALE_FACTOR)[..., None]
+    integers = (packed.unpack().unflatten(1, (-1, GROUP)) / torch.where(steps == 0, 1, steps)).round().long()
+    rows = inputs.unflatten(1, (-1, GROUP))
+    peaks = rows.abs().amax(-1, keepdim=True)
+    factors = torch.where(peaks > 0, torch.full_like(peaks, 127) / peaks, 0)
+    rounded, row_scales = (rows * factors).round().long(), peaks[..., 0] / 127 * SCALE_FACTOR
+    total = torch.zeros(len(inputs), len(weight))
+    for group in range(rows.shape[1]):
+        exact = (rounded[:, group] @ integers[:, group].T).double()
+        both = row_scales[:, group, None] * scales[None, :, group]
+        total = (exact * both.double() + total.double()).float()
+    return total
+
+
+@settings(max_examples=40)
+@given(
+    out_features=st.integers(1, 200),
+    num_groups=st.integers(1, 40),
+    num_rows=st.integers(1, ROWS + 7),
+    outlier=st.sampled_from([0.0, 1.0, 1e4]),
+    seed=st.integers(0, 1000),
+)
+def test_products_of_four_bits_are_exact_within_a_group(
+    out_features: int, num_groups: int, num_rows: int, outlier: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn((out_features, GROUP * num_groups), generator=generator)
+    weight[-1] = 0.0
+    inputs = torch.randn((num_rows, GROUP * num_groups), generator=generator)
+    inputs[0] *= outlier
+    inputs[-1, 0] += outlier
+    found = sums(inputs, quantize(weight, "w4a8"), None)[:, :out_features]
+    assert torch.equal(found, expected_groups(inputs, weight))
+
+
+def test_segments_of_products_of_four_bits_are_added_in_a_tree() -> None:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn((7, 8 * GROUP), generator=generator)
+    packed = quantize(torch.randn((70, 8 * GROUP), generator=generator), "w4a8")
+    whole = sums(inputs, packed, None, 4)
+    quarters = [sums(inputs, packed, None, 1, range(first, first + 2 * GROUP)) for first in range(0, 256, 64)]
+    assert torch.equal((quarters[0] + quarters[1]) + (quarters[2] + quarters[3]), whole)
+    assert torch.equal(sums(inputs, packed, None, 2, range(0, 4 * GROUP)), quarters[0] + quarters[1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 6, 7])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_sums_of_a_group_do_not_overflow(num_rows: int, sign: float) -> None:
+    """Each product has the largest magnitude: that of 127 and the unsigned weight 15 or 0."""
+    inputs = torch.full((num_rows, 2 * GROUP), 127.0 * sign)
+    weight = torch.tensor([7.0, -8.0]).repeat(5)[:, None].repeat(1, 2 * GROUP)
+    assert torch.equal(sums(inputs, quantize(weight, "w4a8"), None)[:, :10], inputs @ weight.T)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 6, 7])
 def test_the_sums_of_the_most_inputs_do_not_overflow(num_rows: int) -> None:
     """All products have the largest magnitude. Sums of unsigned inputs reach 255 * 127 * ``MOST_INPUTS``."""
@@ -139,9 +235,10 @@ def test_the_sums_of_the_most_inputs_do_not_overflow(num_rows: int) -> None:
     assert torch.equal(products.double(), expected.float().double())
 
 
-def test_bits_do_not_depend_on_other_rows_or_on_threads() -> None:
+@pytest.mark.parametrize("pack", PACKS)
+def test_bits_do_not_depend_on_other_rows_or_on_threads(pack: Callable[[torch.Tensor], PackedWeight]) -> None:
     generator = torch.Generator().manual_seed(1)
-    packed = quantize_to_integers(torch.randn((320, 96), generator=generator))
+    packed = pack(torch.randn((320, 96), generator=generator))
     inputs = torch.randn((ROWS + 40, 96), generator=generator)
     bias = torch.randn(packed.num_units * UNIT, generator=generator)
     expected = linear(inputs, packed, bias)
@@ -151,11 +248,14 @@ def test_bits_do_not_depend_on_other_rows_or_on_threads() -> None:
             assert torch.equal(linear(inputs[:num_rows], packed, bias), expected[:num_rows])
 
 
+@pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_value_that_is_not_finite_spoils_its_row_only(value: float) -> None:
+def test_a_value_that_is_not_finite_spoils_its_row_only(
+    value: float, pack: Callable[[torch.Tensor], PackedWeight]
+) -> None:
     inputs = torch.ones((3, 32))
     inputs[1, 7] = value
-    products = linear(inputs, quantize_to_integers(torch.ones((5, 32))), None)
+    products = linear(inputs, pack(torch.ones((5, 32))), None)
     assert products[1].isnan().all()
     assert torch.equal(products[[0, 2]], torch.full((2, 5), 32.0))
 
@@ -180,9 +280,27 @@ def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) 
     assert np.array_equal(target[ROW_HEADER:], expected[ROW_HEADER:])
     scales = target[:4].view(np.float32), expected[:4].view(np.float32)
     assert np.array_equal(*scales, equal_nan=True)
+    groups = np.zeros((2, OPERAND_BYTES), np.uint8)
+    encode_groups(row.data_ptr(), groups.ctypes.data, len(row))
+    operands = quantize(torch.ones((1, len(row))), "w4a8").operands(row[None]).numpy().reshape(2, -1)
+    assert np.array_equal(groups[:, :GROUP], operands[:, :GROUP])
+    pairs = ((each[:, GROUP : GROUP + 4].copy().view(np.float32)) for each in (groups, operands))
+    assert np.array_equal(*pairs, equal_nan=True)
+    assert np.array_equal(groups[:, GROUP + 4 :], operands[:, GROUP + 4 :])
 
 
-def product_module(instruction: Instruction, lanes: int) -> ir.Module:
+def add_nibble_products(builder: Any, inputs: Any, words: Any, totals: Any, instruction: Instruction) -> Any:
+    """Emit the sums of both halves of words of weights with the same inputs, to which totals are added."""
+    lanes, correction = words.type.count, builder.extract_element(totals, ir.Constant(ir.IntType(32), 0))
+    found = emit_start(builder, correction, instruction, lanes)
+    for weights in emit_nibbles(builder, words):
+        found = emit_nibble_products(builder, inputs, weights, found, instruction)
+    return emit_end(builder, found, correction, instruction, lanes)
+
+
+def product_module(
+    instruction: Instruction, lanes: int, emit: Callable[..., Any] = emit_integer_products
+) -> ir.Module:
     """Return a module with ``void product(int32 *inputs, int32 *weights, int32 *sums)``."""
     module = ir.Module()
     integer = ir.IntType(32)
@@ -192,31 +310,24 @@ def product_module(instruction: Instruction, lanes: int) -> ir.Module:
     builder = ir.IRBuilder(function.append_basic_block())
     inputs, weights, totals = function.args
     values = builder.load(inputs), builder.load(weights, align=4), builder.load(totals, align=4)
-    builder.store(emit_integer_products(builder, *values, instruction), totals, align=4)
+    builder.store(emit(builder, *values, instruction), totals, align=4)
     builder.ret_void()
     return module
 
 
-def compile_product(instruction: Instruction, lanes: int) -> tuple[Any, Any]:
+def compile_product(
+    instruction: Instruction, lanes: int, emit: Callable[..., Any] = emit_integer_products
+) -> tuple[Any, Any]:
     """Return the engine and the address of the function of ``product_module``, for this processor."""
     features = binding.get_host_cpu_features().flatten()
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features)
-    module = binding.parse_assembly(str(product_module(instruction, lanes)))
+    module = binding.parse_assembly(str(product_module(instruction, lanes, emit)))
     engine = binding.create_mcjit_compiler(module, machine)
     return engine, engine.get_function_address("product")
 
 
-@pytest.mark.parametrize(
-    ("instruction", "lanes", "feature"),
-    [
-        ("vpdpbusd", 16, "avx512vnni"),
-        ("vpdpbusd", 8, "avxvnni"),
-        ("vpmaddwd", 16, "avx512bw"),
-        ("vpmaddwd", 8, "avx2"),
-        ("vpmulld", 8, "avx"),
-    ],
-)
+@pytest.mark.parametrize(("instruction", "lanes", "feature"), INSTRUCTIONS)
 def test_all_instructions_compute_the_same(instruction: Instruction, lanes: int, feature: str) -> None:
     if not binding.get_host_cpu_features().get(feature):
         pytest.skip(f"this processor has no {feature}")
@@ -233,4 +344,24 @@ def test_all_instructions_compute_the_same(instruction: Instruction, lanes: int,
         expected = totals + weights.astype(np.int32) @ inputs.astype(np.int32)
         product(inputs.ctypes.data, weights.ctypes.data, totals.ctypes.data)
         assert np.array_equal(totals, expected)
+    del engine
+
+
+@pytest.mark.parametrize(("instruction", "lanes", "feature"), INSTRUCTIONS)
+def test_all_instructions_compute_the_same_of_four_bits(
+    instruction: Instruction, lanes: int, feature: str
+) -> None:
+    if not binding.get_host_cpu_features().get(feature):
+        pytest.skip(f"this processor has no {feature}")
+    engine, address = compile_product(instruction, lanes, add_nibble_products)
+    product = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(address)
+    random = np.random.Generator(np.random.PCG64(5))
+    for extreme in (-127, 127, 0, *random.integers(-127, 128, 50)):
+        inputs = np.append(random.integers(-127, 128, 3), extreme).astype(np.int8)
+        weights = random.integers(-8, 8, (lanes, 2, 4))
+        stored = (weights[:, 0] & 15 | weights[:, 1] << 4).astype(np.int8)
+        # Twice 8 times the inputs are too much, since both halves have 8 added.
+        totals = np.full(lanes, -16 * inputs.sum(dtype=np.int32), np.int32)
+        product(inputs.ctypes.data, stored.ctypes.data, totals.ctypes.data)
+        assert np.array_equal(totals, weights.sum(1) @ inputs.astype(np.int64))
     del engine

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.linear import ROWS, UNIT, linear, pack
-from quire.kernels.cpu.packed_product import GROUP
 from quire.kernels.cpu.quantized_weight import QuantizedWeight, quantize
 
 WEIGHT_DTYPES = ["int8", "int4"]

@@ -32,8 +32,10 @@ def test_the_demo_model_still_answers(kv_cache_dtype: Literal["fp8", "int8"]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
-def test_it_answers_with_quantized_weights(weight_dtype: Literal["int8", "int4"]) -> None:
+@pytest.mark.parametrize("weight_dtype", ["w8a8", "w4a8", "int8", "int4"])
+def test_it_answers_with_quantized_weights(
+    weight_dtype: Literal["w8a8", "w4a8", "int8", "int4"],
+) -> None:
     with LLM(dtype="float32", weight_dtype=weight_dtype, num_blocks=1024) as llm:
         at_once = answers(llm)
     with LLM(
@@ -52,7 +54,7 @@ def test_half_the_bytes_and_the_scales() -> None:
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight_dtype must be one of auto, w8a8, int8, int4"):
+    with pytest.raises(ValueError, match="weight_dtype must be one of auto, w8a8, w4a8, int8, int4"):
         LLM(weight_dtype="int2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, int8"):
         LLM(kv_cache_dtype="int4")  # type: ignore[arg-type]

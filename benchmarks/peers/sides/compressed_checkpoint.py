@@ -46,8 +46,8 @@ def checkpoint_for(setup: Setup) -> Path:
         ValueError: vLLM is not measured with this type of weights.
     """
     folder = Path(setup.model)
-    if setup.dtype == "int4":
-        raise ValueError("it is not measured with int4")
+    if setup.dtype in ("w4a8", "int4"):
+        raise ValueError("it is not measured with weights in 4 bits")
     if setup.dtype != "w8a8":
         return folder
     path = folder.with_name(f"{folder.name}-w8a8")

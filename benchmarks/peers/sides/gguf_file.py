@@ -16,6 +16,7 @@ KINDS = {
     "float32": gguf.GGMLQuantizationType.F32,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "w8a8": gguf.GGMLQuantizationType.Q8_0,
+    "w4a8": gguf.GGMLQuantizationType.Q4_0,
     "int4": gguf.GGMLQuantizationType.Q4_0,
 }
 """llama.cpp's types of matrices."""

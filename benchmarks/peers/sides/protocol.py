@@ -14,11 +14,12 @@ import traceback
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Dtype = Literal["float32", "bfloat16", "w8a8", "int4"]
+Dtype = Literal["float32", "bfloat16", "w8a8", "w4a8", "int4"]
 """Type of the weights and of their products.
 
-With "w8a8", weights and the inputs of products have 8 bits, in llama.cpp by its type Q8_0. With "int4",
-weights have 4 bits, in llama.cpp by its type Q4_0. Both compute in bfloat16 between products.
+With "w8a8", weights and the inputs of products have 8 bits, in llama.cpp by its type Q8_0. With "w4a8" and
+"int4", weights have 4 bits, in llama.cpp by its type Q4_0, which has inputs of 8 bits. All of them compute in
+bfloat16 between products.
 """
 
 
@@ -45,9 +46,9 @@ class Setup(NamedTuple):
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
-    def weight_dtype(self) -> Literal["auto", "w8a8", "int4"]:
+    def weight_dtype(self) -> Literal["auto", "w8a8", "w4a8", "int4"]:
         """quire's option for the type of weights."""
-        return self.dtype if self.dtype in ("w8a8", "int4") else "auto"
+        return "auto" if self.dtype in ("float32", "bfloat16") else self.dtype
 
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]

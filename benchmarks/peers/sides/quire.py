@@ -9,6 +9,7 @@ from quire.engine.model.packed_linear import PackedLinear
 from quire.kernels.cpu.bfloat16_product import PAIRS
 from quire.kernels.cpu.integer_product import INTEGERS, integer_instruction
 from quire.kernels.cpu.intrinsics import processor_features
+from quire.kernels.cpu.nibble_product import NIBBLES
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16
@@ -40,7 +41,8 @@ def arithmetic(llm: LLM) -> str:
     stored = {
         each.packed.stored for each in llm.engine.model.module.modules() if isinstance(each, PackedLinear)
     }
-    names = {PAIRS: "vdpbf16ps", INTEGERS: integer_instruction(processor_features())[0]}
+    of_integers = integer_instruction(processor_features())[0]
+    names = {PAIRS: "vdpbf16ps", INTEGERS: of_integers, NIBBLES: of_integers}
     return ", ".join(sorted(names.get(each, "float32 products") for each in stored))
 
 
