@@ -39,10 +39,11 @@ from quire.kernels.cpu.packed_product import group_bytes, place_in_word
 QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8, "w4a8": NIBBLES}
 """NumPy type that stands for weights of a dtype in Numba."""
 _BITS = {"int8": 8, "int4": 4, "w4a8": 4}
-_PEAKS: dict[int, tuple[float, ...]] = {8: (127.0,), 4: (-8.0, -8.5, -7.5, -7.0, -9.0, -6.5, 7.0, 7.5)}
-"""What may stand for the weight of the largest magnitude in a group, by the number of bits.
+_PEAKS = {8: (127.0,), 4: (-8.0, -7.0, -7.25, -7.75, -8.25, -8.5, -8.75, -9.0)}
+"""What the weight of the largest magnitude in a group may be in steps of its scale, by the number of bits.
 
-A negative number makes the scale negative, since four bits can represent -8 but not 8.
+With 4 bits these are the 8 of 48 candidates that together make the squared errors of normally distributed
+weights smallest, by a greedy choice. Four bits can represent -8 but not 8, so they are negative.
 """
 _RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
 """Smallest and largest integer, by the number of bits."""
