@@ -37,14 +37,14 @@ _INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
 
 
-def emit_nibbles(builder: Any, words: Any) -> list[Any]:
-    """Emit the unsigned weights of the lower and of the upper halves of bytes, from int32 vectors."""
+def emit_nibbles(builder: Any, words: Any, half: int) -> Any:
+    """Emit the unsigned weights of the lower halves (0) or upper halves (1) of bytes, from int32 vectors."""
 
     def constant(number: int) -> Any:
         return ir.Constant(words.type, [number] * words.type.count)
 
-    halves = (words, builder.lshr(words, constant(4)))
-    return [builder.xor(builder.and_(half, constant(0x0F0F0F0F)), constant(0x08080808)) for half in halves]
+    shifted = builder.lshr(words, constant(4)) if half else words
+    return builder.xor(builder.and_(shifted, constant(0x0F0F0F0F)), constant(0x08080808))
 
 
 def emit_start(builder: Any, correction: Any, instruction: Instruction, lanes: int) -> Any:

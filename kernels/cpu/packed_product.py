@@ -190,14 +190,14 @@ class _Tile(NamedTuple):
 
     def stored(self, panel: int, offset: Any, element: Any) -> Any:
         """Emit the load of a vector of stored values of a panel, ``offset`` bytes from its beginning."""
-        return self.stored_parts(panel, offset, element, self.columns)[0]
+        return self.stored_part(panel, offset, element, self.columns)
 
-    def stored_parts(self, panel: int, offset: Any, element: Any, lanes: int) -> list[Any]:
-        """Emit the loads of these values as several vectors."""
+    def stored_part(self, part: int, offset: Any, element: Any, lanes: int) -> Any:
+        """Emit the load of a part of these values, of which a panel has ``columns / lanes``."""
+        panel, place = divmod(part, self.columns // lanes)
         vector = ir.VectorType(element, lanes).as_pointer()
         at = self.builder.bitcast(self.builder.gep(self.rights[panel], [offset]), vector)
-        places = [ir.Constant(_INT64, part) for part in range(self.columns // lanes)]
-        return [self.builder.load(self.builder.gep(at, [place]), align=1) for place in places]
+        return self.builder.load(self.builder.gep(at, [ir.Constant(_INT64, place)]), align=1)
 
     def total_parts(self, kind: Any, lanes: int) -> _Sums:
         """Emit pointers to the sums by row and part, of which a panel has ``columns / lanes``."""
@@ -458,39 +458,52 @@ def _for_each_group(tile: _Tile, depth: Any, bits: int, add: Callable[[Any, Any]
 
 def _add_nibbles(tile: _Tile, depth: Any) -> None:
     """Emit the product of weights of 4 bits and inputs of 8 bits."""
-    builder, panels, rows = tile.builder, range(len(tile.rights)), range(len(tile.lefts))
-    instruction, lanes = integer_instruction(processor_features())
-    totals, floats = tile.total_parts(_FLOAT, lanes), ir.VectorType(_FLOAT, lanes)
+    _, lanes = integer_instruction(processor_features())
+    parts = len(tile.rights) * TILE_COLUMNS // lanes
+    # With both halves of the weights, the sums of several rows fit into registers only for two parts.
+    size = parts if len(tile.lefts) <= 2 else 2
 
     def add(group: Any, start: Any) -> None:
-        first = builder.mul(group, ir.Constant(_INT64, OPERAND_BYTES // 4))
-
-        def word(row: int, index: int, kind: Any = _INT32) -> Any:
-            return tile.word(row, builder.add(first, ir.Constant(_INT64, index)), kind)
-
-        def of_group(offset: int, element: Any) -> list[Any]:
-            at = builder.add(start, ir.Constant(_INT64, offset))
-            return [part for panel in panels for part in tile.stored_parts(panel, at, element, lanes)]
-
-        corrections = [word(row, CORRECTION_WORD) for row in rows]
-        sums = {each: emit_start(builder, corrections[each[0]], instruction, lanes) for each in totals}
-        for index in range(GROUP // 8):
-            halves = [emit_nibbles(builder, each) for each in of_group(4 * TILE_COLUMNS * index, _INT32)]
-            for half in range(2):
-                inputs = [word(row, 2 * index + half) for row in rows]
-                for row, part in totals:
-                    products = (inputs[row], halves[part][half], sums[row, part])
-                    sums[row, part] = emit_nibble_products(builder, *products, instruction)
-        stored = of_group(GROUP // 2 * TILE_COLUMNS, _INT16)
-        scales = [widened_vector(builder, types.uint16, each) for each in stored]
-        factors = [splat(builder, word(row, SCALE_WORD, _FLOAT), lanes) for row in rows]
-        for (row, part), total in totals.items():
-            exact_sums = emit_end(builder, sums[row, part], corrections[row], instruction, lanes)
-            values = builder.sitofp(exact_sums, floats)
-            both = builder.fmul(factors[row], scales[part])
-            builder.store(fused(builder, values, both, builder.load(total, align=4)), total, align=4)
+        for first in range(0, parts, size):
+            _add_nibbles_of(tile, group, start, range(first, first + size))
 
     _for_each_group(tile, depth, 4, add)
+
+
+def _add_nibbles_of(tile: _Tile, group: Any, start: Any, parts: range) -> None:
+    """Emit the sums of a group for some parts of the columns."""
+    builder, rows = tile.builder, range(len(tile.lefts))
+    instruction, lanes = integer_instruction(processor_features())
+    totals, floats = tile.total_parts(_FLOAT, lanes), ir.VectorType(_FLOAT, lanes)
+    first = builder.mul(group, ir.Constant(_INT64, OPERAND_BYTES // 4))
+
+    def word(row: int, index: int, kind: Any = _INT32) -> Any:
+        return tile.word(row, builder.add(first, ir.Constant(_INT64, index)), kind)
+
+    def of_group(offset: int, element: Any) -> dict[int, Any]:
+        at = builder.add(start, ir.Constant(_INT64, offset))
+        return {part: tile.stored_part(part, at, element, lanes) for part in parts}
+
+    corrections = [word(row, CORRECTION_WORD) for row in rows]
+    keys = [(row, part) for row in rows for part in parts]
+    sums = {each: emit_start(builder, corrections[each[0]], instruction, lanes) for each in keys}
+    for index in range(GROUP // 8):
+        words = of_group(4 * TILE_COLUMNS * index, _INT32)
+        for half in range(2):
+            weights = {part: emit_nibbles(builder, each, half) for part, each in words.items()}
+            inputs = [word(row, 2 * index + half) for row in rows]
+            for row, part in keys:
+                products = (inputs[row], weights[part], sums[row, part])
+                sums[row, part] = emit_nibble_products(builder, *products, instruction)
+    stored = of_group(GROUP // 2 * TILE_COLUMNS, _INT16)
+    scales = {part: widened_vector(builder, types.uint16, each) for part, each in stored.items()}
+    for row, part in keys:
+        exact_sums = emit_end(builder, sums[row, part], corrections[row], instruction, lanes)
+        factors = splat(builder, word(row, SCALE_WORD, _FLOAT), lanes)
+        both = builder.fmul(factors, scales[part])
+        total = builder.load(totals[row, part], align=4)
+        added = fused(builder, builder.sitofp(exact_sums, floats), both, total)
+        builder.store(added, totals[row, part], align=4)
 
 
 def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
@@ -554,6 +567,8 @@ def _upper_bits(builder: Any, words: Any, place: int, bits: int) -> Any:
 def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
     """Return the weight at a position of a panel that is not quantized, as float32."""
     element = {1: types.int8, 2: types.uint16}.get(_WEIGHT_BYTES.get(stored.dtype, 0), stored.dtype)
+    if stored.dtype in _BITS:
+        element = types.int8  # never read, but compiled
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         weights = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())

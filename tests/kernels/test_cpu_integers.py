@@ -293,7 +293,8 @@ def add_nibble_products(builder: Any, inputs: Any, words: Any, totals: Any, inst
     """Emit the sums of both halves of words of weights with the same inputs, to which totals are added."""
     lanes, correction = words.type.count, builder.extract_element(totals, ir.Constant(ir.IntType(32), 0))
     found = emit_start(builder, correction, instruction, lanes)
-    for weights in emit_nibbles(builder, words):
+    for half in range(2):
+        weights = emit_nibbles(builder, words, half)
         found = emit_nibble_products(builder, inputs, weights, found, instruction)
     return emit_end(builder, found, correction, instruction, lanes)
 
