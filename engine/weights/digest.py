@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 import xxhash
 
+_ROUNDINGS = {"int4": "int4, best of 8 scales"}
+"""Types whose weights older workers round in another way, so that they must not share blocks."""
+
 
 def model_digest(
     folder: Path, names: Iterable[str], read: Callable[[str], torch.Tensor], weight_dtype: str
@@ -31,7 +34,7 @@ def model_digest(
     """
     configuration = json.loads((folder / "config.json").read_text("utf-8"))
     state = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode())
-    state.update(f"\n{weight_dtype}".encode())
+    state.update(f"\n{_ROUNDINGS.get(weight_dtype, weight_dtype)}".encode())
     with ThreadPoolExecutor() as pool:  # xxhash releases the GIL
         for description in pool.map(lambda name: _describe(name, read(name)), sorted(names)):
             state.update(description)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.linear import ROWS, UNIT, linear, pack
-from quire.kernels.cpu.quantized_weight import QuantizedWeight, quantize
+from quire.kernels.cpu.quantized_weight import _PEAKS, QuantizedWeight, quantize
 
 WEIGHT_DTYPES = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -86,6 +86,19 @@ def test_an_error_is_at_most_a_step(weight_dtype: str, largest: int, scale: floa
     # The positive integers of 4 bits end at 7, so an 8 loses a whole step. Rounded scales add a little.
     assert float(errors.max()) <= (1.05 if weight_dtype == "int4" else 0.8)
     assert float((errors**2).mean().sqrt()) <= 0.32  # 1 / sqrt(12) is 0.29
+
+
+def test_with_four_bits_the_scale_is_the_best_of_the_candidates() -> None:
+    weight, quantized = random_weight(70, 96, "int4", seed=5)
+    groups = weight.unflatten(1, (-1, GROUP))
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    errors = []
+    for peak in _PEAKS[4]:
+        scales = (largest / peak).bfloat16().float()
+        errors.append((((groups / scales).round().clamp(-8, 7) * scales - groups) ** 2).sum(-1))
+    found = ((quantized.unpack().unflatten(1, (-1, GROUP)) - groups) ** 2).sum(-1)
+    torch.testing.assert_close(found, torch.stack(errors).amin(0))
+    assert found.mean() < 0.92 * errors[0].mean()
 
 
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
