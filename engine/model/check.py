@@ -117,12 +117,12 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     AttentionMaskInterface.register(_OBSERVER, observer)
     with (
         _attention(module, _OBSERVER),
-        _refusing("cannot run with another attention"),
+        refusing("cannot run with another attention"),
         torch.inference_mode(),
     ):
         module(input_ids=torch.zeros((1, 1), dtype=torch.long, device=_device(module)), use_cache=False)
     _check_calls(seen)
-    with _refusing("has attention masks that cannot be checked"):
+    with refusing("has attention masks that cannot be checked"):
         functions = [observer.function_of(mask) for mask in masks]
         windows = [call.window for call in calls]
         problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
@@ -161,7 +161,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
     prompt, other = tokens[:_PROMPT], tokens[_PROMPT:]
     memory = _memory(heads, dtype, device)
     with torch.inference_mode():
-        with _attention(module, attention.IMPLEMENTATION), _refusing("cannot run over paged blocks"):
+        with _attention(module, attention.IMPLEMENTATION), refusing("cannot run over paged blocks"):
             forward = _forward(module, memory)
             first = forward(_chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])]))
             rest = forward(_chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])]))
@@ -169,7 +169,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
             shift = min(num_positions, _LAST_POSITION) - _FIRST_CHUNK
             chunks = _chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])], [max(0, shift), 0])
             beside_last = forward(chunks)
-        with _attention(module, "eager"), _refusing("cannot run with eager attention, to be compared with"):
+        with _attention(module, "eager"), refusing("cannot run with eager attention, to be compared with"):
             whole, beside = (
                 module(input_ids=each[None], use_cache=False).logits[0] for each in (prompt, other)
             )
@@ -299,7 +299,7 @@ def _attention(module: torch.nn.Module, implementation: str) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing(problem: str) -> Iterator[None]:
+def refusing(problem: str) -> Iterator[None]:
     """Turn any exception of the model's code into an UnsupportedModelError."""
     try:
         yield

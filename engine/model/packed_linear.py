@@ -22,30 +22,20 @@ class PackedLinear(torch.nn.Module):
     """A linear layer with a packed weight, for inference.
 
     Args:
-        weight: ``[out_features, in_features]``.
+        packed: the weight.
         bias: ``[out_features]``, or None.
-        weight_dtype: "auto" (the weight's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: equal segments of inputs that are summed separately.
-        arithmetic: the order of sums of weights that are not quantized, see ``pack``.
 
     Attributes:
         packed: the weight.
         bias: float32, padded to the packed weight's columns; None if there is none.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        weight_dtype: str,
-        num_segments: int = 1,
-        arithmetic: str = FLOAT32,
-    ) -> None:
+    def __init__(self, packed: PackedWeight, bias: torch.Tensor | None = None, num_segments: int = 1) -> None:
         super().__init__()
-        weight = weight.detach()
         self.num_segments = num_segments
-        self.packed = _pack(weight, weight_dtype, arithmetic)
-        self.out_features, self.in_features = weight.shape
+        self.packed = packed
+        self.out_features, self.in_features = packed.out_features, packed.in_features
         self.bias: torch.Tensor | None = None
         if bias is not None:
             self.bias = torch.zeros(self.packed.num_units * UNIT)
@@ -114,9 +104,21 @@ def pack_linear_layers(
                 setattr(owner, its_name, PackedEmbedding(layer.packed, scale))
 
 
-def _pack(weight: torch.Tensor, weight_dtype: str, arithmetic: str) -> PackedWeight:
+def pack_weight(name: str, weight: torch.Tensor, weight_dtype: str, arithmetic: str) -> PackedWeight:
+    """Pack or quantize the weight ``[out_features, in_features]`` of a layer of that name.
+
+    Raises:
+        SettingError: it cannot be quantized.
+    """
     if weight_dtype == "auto":
         return pack(weight, arithmetic)
+    if weight.shape[1] % GROUP:
+        raise SettingError(
+            f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
+            f"multiple of {GROUP}"
+        )
+    if weight_dtype == "w8a8" and weight.shape[1] > MOST_INPUTS:
+        raise SettingError(f"weights cannot be w8a8: {name} has more than {MOST_INPUTS} inputs")
     return quantize_to_integers(weight) if weight_dtype == "w8a8" else quantize(weight, weight_dtype)
 
 
@@ -127,15 +129,9 @@ def _packed(
     weight = _weight(module)
     if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
         return None
-    if weight_dtype != "auto" and weight.shape[1] % GROUP:
-        raise SettingError(
-            f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
-            f"multiple of {GROUP}"
-        )
-    if weight_dtype == "w8a8" and weight.shape[1] > MOST_INPUTS:
-        raise SettingError(f"weights cannot be w8a8: {name} has more than {MOST_INPUTS} inputs")
     bias = dict(module.named_parameters()).get("bias")
-    return PackedLinear(weight, bias, weight_dtype, num_segments, arithmetic), weight.data_ptr()
+    packed = pack_weight(name, weight.detach(), weight_dtype, arithmetic)
+    return PackedLinear(packed, bias, num_segments), weight.data_ptr()
 
 
 def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from decimal import Decimal
-from functools import wraps
+from functools import cache, wraps
 from math import lcm
 from typing import Any
 
@@ -20,7 +20,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
+from quire.engine.model.packed_linear import PackedLinear
 from quire.kernels.cpu import rows
+from quire.kernels.cpu.linear import pack
 from quire.kernels.cpu.rows import Activation, Norm
 
 _UNDIVIDED = 1 << 14
@@ -49,8 +51,13 @@ _FUNCTIONS = {
     torch.Tensor.cos: Activation.COSINE,
     torch.sin: Activation.SINE,
     torch.Tensor.sin: Activation.SINE,
+    torch.sigmoid: Activation.SIGMOID,
+    torch.Tensor.sigmoid: Activation.SIGMOID,
+    torch.nn.functional.silu: Activation.SILU,
 }
-"""The kernel that replaces a torch function whose bits depend on the processor."""
+"""The kernel that replaces a torch function whose bits depend on the processor or on other rows."""
+_NAMES = {"linear", *(function.__name__ for function in _FUNCTIONS)}
+_CONVERSIONS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RMS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest error of a kernel's norm, relative to the largest value."""
@@ -134,7 +141,7 @@ def _most_even(num_values: int, stride: int) -> int:
 
 
 class KernelFunctions(TorchFunctionMode):
-    """Replaces torch functions whose bits depend on the processor."""
+    """Replaces torch functions whose bits depend on the processor or on other rows."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -152,24 +159,72 @@ def _powers(exponents: torch.Tensor, base: float) -> torch.Tensor:
     return torch.tensor(powers, dtype=exponents.dtype).view(exponents.shape)
 
 
+class ModuleFunctions(KernelFunctions):
+    """Replaces torch functions in a module, also linear layers whose weight is a parameter of the module.
+
+    Such a weight is converted and packed only once.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._own = {each.untyped_storage().data_ptr() for each in module.parameters(recurse=False)}
+        self._converted: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._layers: dict[tuple[int, torch.Size], PackedLinear] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.nn.functional.linear and args[0].is_cpu and args[0].dtype in _DTYPES:
+            return self._linear(*args, **(kwargs or {}))
+        if function in _CONVERSIONS and not kwargs and self._is_own(args[0]):
+            key = function, args[0].data_ptr(), args[0].shape, *args[1:]
+            if key not in self._converted:
+                self._converted[key] = function(*args)
+                self._own.add(self._converted[key].untyped_storage().data_ptr())
+            return self._converted[key]
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def _linear(
+        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        key = weight.data_ptr(), weight.shape
+        layer = self._layers.get(key)
+        if layer is None:
+            layer = PackedLinear(pack(weight), bias)
+            if self._is_own(weight):
+                self._layers[key] = layer
+        output: torch.Tensor = layer(inputs)
+        return output
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._own
+
+
 def _use_kernel_functions(module: torch.nn.Module) -> None:
-    """Make a module compute tanh, cosines and sines with kernels."""
-    forward = module.forward
+    """Make a module compute with kernels instead of torch's functions."""
+    forward, functions = module.forward, ModuleFunctions(module)
 
     @wraps(forward)
     def with_kernels(*args: Any, **kwargs: Any) -> Any:
-        with KernelFunctions():
+        with functions:
             return forward(*args, **kwargs)
 
     module.forward = with_kernels
 
 
+@cache
+def _calls_replaced_functions(kind: type[torch.nn.Module]) -> bool:
+    """Return whether the code of a module, which is none of quire's, names functions that kernels replace."""
+    if kind.__module__.startswith("quire."):
+        return False
+    methods = [each for each in (kind.forward, *vars(kind).values()) if inspect.isfunction(each)]
+    return any(_NAMES & set(inspect.unwrap(each).__code__.co_names) for each in methods)
+
+
 def make_batch_invariant(model: torch.nn.Module) -> None:
     """Replace the norms and functions of a model on the CPU."""
-    if getattr(getattr(model, "config", None), "final_logit_softcapping", None):
-        _use_kernel_functions(model)
     for parent in list(model.modules()):
-        if type(parent).__name__.endswith("RotaryEmbedding"):
+        if _calls_replaced_functions(type(parent)):
             _use_kernel_functions(parent)
         for name, child in list(parent.named_children()):
             if (norm := _row_norm(child)) is not None:

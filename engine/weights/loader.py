@@ -17,6 +17,7 @@ from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
+from quire.engine.model.experts import pack_experts
 from quire.engine.model.packed_linear import pack_linear_layers
 from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
@@ -259,6 +260,7 @@ def _prepare_module(
     if device.type == "cpu":
         sums = choose_sums(arithmetic, module.dtype)
         pack_linear_layers(module, weight_dtype, num_segments, sums.name)
+        pack_experts(module, weight_dtype, sums.name)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             # A single tensor that still refers to the mapped file of weights would keep the whole file in
             # memory.

@@ -15,6 +15,7 @@ bits do not depend on the number of processes either.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -259,11 +260,10 @@ def tiles_are_exact() -> bool:
 
 _FIELDS = (
     "inputs",
-    "weight",
-    "bias",
+    "chunks",
     "output",
     "next_unit",
-    "num_rows",
+    "num_chunks",
     "in_features",
     "first_input",
     "num_inputs",
@@ -302,19 +302,41 @@ def sums(
     Args:
         own_inputs: the inputs to sum, which have ``num_segments`` segments; None means all inputs.
     """
-    own = own_inputs or range(weight.in_features)
     rows = weight.operands(inputs.reshape(-1, weight.in_features))
+    weight_at = weight.panels.data_ptr()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    num_rows = len(rows)
+    chunks = [(first, min(ROWS, num_rows - first), weight_at, bias_at) for first in range(0, num_rows, ROWS)]
+    return multiply_chunks(rows, chunks, weight, num_segments, own_inputs)
+
+
+def multiply_chunks(
+    rows: torch.Tensor,
+    chunks: Sequence[tuple[int, int, int, int]],
+    weight: PackedWeight,
+    num_segments: int = 1,
+    own_inputs: range | None = None,
+) -> torch.Tensor:
+    """Multiply chunks of rows by packed weights of one shape and type, see ``sums``.
+
+    Args:
+        rows: what ``weight.operands`` returned.
+        chunks: for each chunk its first row, the number of its rows, which is at most ``ROWS``, and the
+            addresses of its weight and its bias, or 0.
+        weight: one of the weights.
+        num_segments, own_inputs: as for ``sums``.
+    """
+    own = own_inputs or range(weight.in_features)
     output = torch.empty((rows.shape[0], weight.num_units * UNIT))
-    counter = np.zeros(1, np.int64)
+    counter, table = np.zeros(1, np.int64), np.array(chunks, np.int64)
     arguments = np.array(
         [
             (
                 rows.data_ptr(),
-                weight.panels.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
+                table.ctypes.data,
                 output.data_ptr(),
                 counter.ctypes.data,
-                rows.shape[0],
+                len(chunks),
                 weight.in_features,
                 own.start,
                 len(own),
@@ -563,26 +585,26 @@ def _kernel(stored: Any) -> Any:
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
-        num_chunks = -(-args.num_rows // ROWS)
+        chunks = carray(pointer(args.chunks, np.int64), (args.num_chunks, 4))
         while True:
             program = np.int64(fetch_and_increment(args.next_unit))
-            if program >= args.num_units * num_chunks:
+            if program >= args.num_units * args.num_chunks:
                 break
-            unit, first = program % args.num_units, program // args.num_units * ROWS
+            unit, chunk = program % args.num_units, program // args.num_units
+            first, bias = chunks[chunk, 0], chunks[chunk, 3]
             product = Product(
                 args.inputs + first * args.input_stride + operand_bytes(args.first_input, stored),
                 args.input_stride,
-                args.weight
+                chunks[chunk, 2]
                 + unit_offset(unit, args.in_features, stored)
                 + bytes_per_input(stored) * args.first_input,
                 args.in_features,
                 args.num_inputs,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),
                 args.output_stride,
-                min(ROWS, args.num_rows - first),
+                chunks[chunk, 1],
             )
-            bias = args.bias + 4 * unit * UNIT if args.bias else 0
-            multiply_unit(product, args.num_segments, bias, stored)
+            multiply_unit(product, args.num_segments, bias + 4 * unit * UNIT if bias else 0, stored)
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
     return compile_kernel(signature, kernel, error_model="numpy")

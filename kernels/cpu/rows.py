@@ -59,6 +59,7 @@ class Activation(IntEnum):
     TANH = 6
     COSINE = 7
     SINE = 8
+    SIGMOID = 9
 
 
 @exact
@@ -209,6 +210,10 @@ def activate(kind: int, values: int, length: int, storage: Any) -> None:
     elif kind == 8:
         for i in range(length):
             x[i] = narrow(_cosine(x[i], 3), storage)
+    elif kind == 9:
+        for i in range(length):
+            small = exp(-abs(x[i]))
+            x[i] = narrow((one if x[i] >= zero else small) / (one + small), storage)
 
 
 _FIELDS = ("rows", "weight", "bias", "next_row", "num_rows", "length", "norm", "activation")

@@ -26,7 +26,8 @@ from tests.testing.tiny_engine import make_request as make_any_request
 NUM_NEW = 64
 Load = Callable[[str], LoadedModel]
 Expected = Callable[[str, list[int]], list[int]]
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
+EXPERTS = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", *EXPERTS]
 PROMPT_LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 50, 100]
 
 

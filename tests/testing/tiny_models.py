@@ -25,6 +25,23 @@ _COMMON = {
     "tie_word_embeddings": False,
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "head_dim": 32}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
@@ -41,6 +58,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", _COMMON),
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gpt_oss": ("GptOssConfig", {**_GROUPED, "sliding_window": 24, "num_local_experts": 4}),
+    "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 5}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS}),
+    "glm4_moe": ("Glm4MoeConfig", {**_GROUPED, **_EXPERTS, **_GROUPS}),
+    "deepseek_v3": ("DeepseekV3Config", {**_GROUPED, **_EXPERTS, **_GROUPS, **_LATENT}),
 }
 """The configuration class and the values of a tiny model, for each architecture."""
 

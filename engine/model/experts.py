@@ -1,0 +1,117 @@
+"""Experts on the CPU: a token gets the same bits whichever other tokens its experts get.
+
+transformers calls them through its experts interface. The weights of each expert are packed at load time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from quire.engine.model.check import UnsupportedModelError, refusing
+from quire.engine.model.packed_linear import pack_weight
+from quire.kernels.cpu.grouped_linear import WeightGroup, grouped_sums
+
+_IMPLEMENTATION = "quire"
+_TOLERANCE = 0.3
+"""Largest relative error of packed experts; wrong computations have errors of about 1, 4-bit weights 0.1."""
+_NUM_TESTED = 4
+"""Tokens with which packed experts are compared with the module's own code."""
+
+
+class PackedExperts(NamedTuple):
+    """The weights of the first layer of each expert, which includes its gate, and of the second."""
+
+    up: WeightGroup
+    down: WeightGroup
+
+
+def compute_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of the results of each token's experts, in the ascending order of experts.
+
+    Args:
+        module: the experts.
+        hidden_states: ``[num_tokens, hidden_size]``.
+        top_k_index: ``[num_tokens, num_chosen]``. A number that no expert has adds nothing.
+        top_k_weights: factors of the same shape.
+    """
+    packed: PackedExperts = module.packed
+    chosen = top_k_index.numpy().reshape(-1)
+    order = np.argsort(chosen, kind="stable")
+    ends = np.searchsorted(chosen, np.arange(module.num_experts), "right", order).tolist()
+    rows = torch.from_numpy(order // top_k_index.shape[1])
+    values = grouped_sums(hidden_states[rows], packed.up, ends).to(hidden_states.dtype)
+    values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
+    values = grouped_sums(values, packed.down, ends)
+    if module.has_post_expert_norm:
+        values = module.post_expert_norm(values.to(hidden_states.dtype)).float()
+    values = values * top_k_weights.reshape(-1)[torch.from_numpy(order)].float()[:, None]
+    values[ends[-1] :] = 0
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    places = np.sort(places.reshape(top_k_index.shape), axis=1)
+    first, *others = torch.from_numpy(places).unbind(1)
+    total = values[first]
+    for each in others:
+        total += values[each]
+    return total.to(hidden_states.dtype)
+
+
+@torch.inference_mode()
+def pack_experts(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> None:
+    """Pack the weights of a model's experts on the CPU, and compute them by ``compute_experts``.
+
+    Args:
+        model: the model.
+        weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``.
+        arithmetic: the order of sums of weights that are not quantized, see ``pack``.
+
+    Raises:
+        UnsupportedModelError: the experts compute something else than transformers' interface says.
+        SettingError: the weights cannot be quantized.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, compute_experts)
+    experts: list[Any] = [each for each in model.modules() if hasattr(each, "has_post_expert_norm")]
+    for module in experts:
+        module.config._experts_implementation = "eager"
+    for module in experts:
+        test = _test_inputs(module)
+        with refusing(f"has experts that need other arguments, {type(module).__name__}"):
+            expected = module(*test).float()
+        up = _pack(module, "gate_up_proj" if module.has_gate else "up_proj", weight_dtype, arithmetic)
+        module.packed = PackedExperts(up, _pack(module, "down_proj", weight_dtype, arithmetic))
+        error = (compute_experts(module, *test).float() - expected).norm() / expected.norm()
+        if not error <= _TOLERANCE:
+            raise UnsupportedModelError(
+                f"the results of {type(module).__name__} differ by {error:.0%} from transformers' interface"
+            )
+    for module in experts:
+        module.config._experts_implementation = _IMPLEMENTATION
+
+
+def _pack(module: Any, name: str, weight_dtype: str, arithmetic: str) -> WeightGroup:
+    """Pack and delete a parameter of experts, and its biases if there are any."""
+    stacked = getattr(module, name).detach()
+    if module.is_transposed:
+        stacked = stacked.transpose(1, 2)
+    weights = [pack_weight(name, each, weight_dtype, arithmetic) for each in stacked]
+    biases = getattr(module, f"{name}_bias") if module.has_bias else None
+    delattr(module, name)
+    return WeightGroup(weights, biases)
+
+
+def _test_inputs(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs of experts: tokens that each choose two neighboring experts."""
+    down = module.down_proj
+    generator = torch.Generator().manual_seed(1)
+    hidden_size = down.shape[2 if module.is_transposed else 1]
+    hidden_states = torch.randn((_NUM_TESTED, hidden_size), generator=generator).to(down.dtype)
+    first = torch.arange(_NUM_TESTED)[:, None]
+    top_k_index = torch.cat([first + 1, first], dim=1) % module.num_experts
+    weights = torch.rand(top_k_index.shape, generator=generator).to(down.dtype)
+    return hidden_states, top_k_index, weights
