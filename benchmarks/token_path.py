@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Annotated, Any, NamedTuple
 
 import aiohttp
@@ -66,10 +67,10 @@ class Cost(NamedTuple):
 
 async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
     """Let clients stream one answer each, and return the times."""
-    worker = next(iter(stack.workers.values())).process.pid
+    worker = _id_of(next(iter(stack.workers.values())).process)
 
     def read() -> tuple[float, float]:
-        routers = sum(cpu_seconds(child.process.pid) for child in stack.routers.values())
+        routers = sum(cpu_seconds(_id_of(child.process)) for child in stack.routers.values())
         return routers, main_thread_cpu_seconds(worker)
 
     before, start = read(), time.perf_counter()
@@ -125,12 +126,17 @@ async def bare_microseconds(num_streams: int) -> float:
             async def read() -> int:
                 return len([message async for message in call(b"")])
 
-            before = cpu_seconds(process.pid)
+            before = cpu_seconds(_id_of(process))
             num_messages = sum(await asyncio.gather(*(read() for _ in range(num_streams))))
-            return 1e6 * (cpu_seconds(process.pid) - before) / num_messages
+            return 1e6 * (cpu_seconds(_id_of(process)) - before) / num_messages
     finally:
         process.terminate()
         process.join()
+
+
+def _id_of(process: BaseProcess) -> int:
+    assert process.pid is not None, "it has started"
+    return process.pid
 
 
 def _unchanged(message: bytes) -> bytes:
