@@ -547,7 +547,7 @@ def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> 
     return emit_loop(builder, ir.Constant(_INT64, GROUP // per_word), zeros, add)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@register_jitable
 def place_in_word(number: int, bits: int) -> int:
     """Return the place in a word of one of its inputs."""
     return number if bits == 8 else number % 4 * 2 + number // 4

@@ -88,7 +88,8 @@ class QuantizedWeight(PackedWeight):
         operands[..., GROUP : GROUP + 4] = (scales * SCALE_FACTOR).view(torch.uint8)
         corrections = -OFFSET * integers.sum(-1, keepdim=True)
         operands[..., GROUP + 4 :] = corrections.to(torch.int32).view(torch.uint8)
-        return operands.flatten(1)
+        flat: torch.Tensor = operands.flatten(1)
+        return flat
 
     def unpack(self) -> torch.Tensor:
         """Return the dequantized weight ``[out_features, in_features]``."""

@@ -25,9 +25,9 @@ PINS: dict[str, Pins] = {
         ("gemma2", "bfloat16", "auto"): "72210f99431046e1",
         ("llama", "float16", "auto"): "1d4cf45946a226e7",
         ("llama", "float32", "int8"): "adf640c2713b482a",
-        ("llama", "float32", "int4"): "81b5322b1a05d219",
+        ("llama", "float32", "int4"): "b34e5863233a47fb",
         ("llama", "bfloat16", "w8a8"): "94aaf5354499b50f",
-        ("llama", "float32", "w4a8"): "",
+        ("llama", "float32", "w4a8"): "47bb6f4e6b03083c",
     },
     "amx-bf16-1": {
         ("gemma2", "bfloat16", "auto"): "7dbe0ca83cff56c6",

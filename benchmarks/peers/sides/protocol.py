@@ -48,7 +48,7 @@ class Setup(NamedTuple):
     @property
     def weight_dtype(self) -> Literal["auto", "w8a8", "w4a8", "int4"]:
         """quire's option for the type of weights."""
-        return "auto" if self.dtype in ("float32", "bfloat16") else self.dtype
+        return self.dtype if self.dtype in ("w8a8", "w4a8", "int4") else "auto"
 
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
