@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from decimal import Decimal
-from functools import cache, wraps
+from functools import wraps
 from math import lcm
 from typing import Any
 
@@ -212,7 +212,6 @@ def _use_kernel_functions(module: torch.nn.Module) -> None:
     module.forward = with_kernels
 
 
-@cache
 def _calls_replaced_functions(kind: type[torch.nn.Module]) -> bool:
     """Return whether the code of a module, which is none of quire's, names functions that kernels replace."""
     if kind.__module__.startswith("quire."):

@@ -105,7 +105,7 @@ class QuantizedWeight(PackedWeight):
         integers = words.view(torch.int8)
         if bits == 4:
             integers = torch.cat([integers << 4 >> 4, integers >> 4], dim=-1)
-        values = integers.flatten(-2).float() * (scales.float() * 2.0 ** (32 - bits))[..., None]
+        values: torch.Tensor = integers.flatten(-2).float() * (scales.float() * 2.0 ** (32 - bits))[..., None]
         return values.reshape(*indices.shape, self.in_features).to(self.unpacked_dtype)
 
 

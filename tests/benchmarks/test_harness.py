@@ -52,11 +52,11 @@ def main(options: Options) -> Report:
         raise FailedError("The tokens differ.")
     rows = [Row("first", 0.25), Row("second", None)]
     printed = table("Times", rows, {"": "{name}", "ms": "{seconds:.2f}"})
-    return Report([printed, "ceiling: none"], {"rows": rows}, {"times.png": Drawn()}, options.is_quick)
+    return Report([printed, "ceiling: none"], {"rows": rows}, {"times.png": Drawn()})
 
 
 def test_there_are_programs() -> None:
-    assert {"index", "peers", "peers.served", "paper", "disaggregation"} <= set(PROGRAMS)
+    assert {"index", "peers", "peers.served", "paper"} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -97,9 +97,7 @@ def test_results_are_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "times.png").read_text() == "drawn with 120 dpi"
 
 
-@pytest.mark.parametrize(
-    ("words", "status"), [(["a"], 2), (["b"], "The tokens differ."), (["--is-quick"], 1)]
-)
+@pytest.mark.parametrize(("words", "status"), [(["a"], 2), (["b"], "The tokens differ.")])
 def test_exit_status(words: list[str], status: object) -> None:
     with pytest.raises(SystemExit) as raised:
         main(words)
@@ -126,7 +124,7 @@ def test_medians_of_rounds() -> None:
     assert medians([Row("a", 1.0), Row("c", 5.0), Row("b", 3.0)]) == Row("b", 3.0)
 
 
-def test_best_seconds_prepares_each_call() -> None:
+def test_best_seconds_calls_at_least_once() -> None:
     calls: list[str] = []
-    assert best_seconds(lambda: calls.append("call"), prepare=lambda: calls.append("prepare"), seconds=0) >= 0
-    assert calls == ["prepare", "call"]
+    assert best_seconds(lambda: calls.append("call"), seconds=0) >= 0
+    assert calls == ["call"]

@@ -31,7 +31,8 @@ def block_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(hidden: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
             output = block(hidden[None])
-        return (output[0] if isinstance(output, tuple) else output)[0]
+        result: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]
+        return result
 
     return run
 

@@ -284,8 +284,8 @@ def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) 
     encode_groups(row.data_ptr(), groups.ctypes.data, len(row))
     operands = quantize(torch.ones((1, len(row))), "w4a8").operands(row[None]).numpy().reshape(2, -1)
     assert np.array_equal(groups[:, :GROUP], operands[:, :GROUP])
-    pairs = ((each[:, GROUP : GROUP + 4].copy().view(np.float32)) for each in (groups, operands))
-    assert np.array_equal(*pairs, equal_nan=True)
+    own, expected_own = (each[:, GROUP : GROUP + 4].copy().view(np.float32) for each in (groups, operands))
+    assert np.array_equal(own, expected_own, equal_nan=True)
     assert np.array_equal(groups[:, GROUP + 4 :], operands[:, GROUP + 4 :])
 
 
