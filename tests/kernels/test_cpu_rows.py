@@ -21,6 +21,7 @@ FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.TANH: torch.tanh,
     Activation.COSINE: torch.cos,
     Activation.SINE: torch.sin,
+    Activation.SIGMOID: torch.sigmoid,
 }
 
 
