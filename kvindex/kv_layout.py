@@ -7,7 +7,7 @@ are rooted in it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 LAYOUT_VERSION = 1
 """Version of the order of values within a block; raise it when older blocks can no longer be read."""
@@ -20,14 +20,19 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The shape of one block, ``[num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """The shape of one block, ``[num_layers, num_parts, num_kv_heads, block_size, head_dim]``.
 
-    A block contains the keys and values of all layers for ``block_size`` tokens. 8-bit blocks
-    (``quire.kernels.quantization``) end with their scales: one float32 for each combination of layer, K or V,
-    and KV head.
+    A block contains the keys and values of all layers for ``block_size`` tokens: two parts, K and V. With
+    latent attention there is one part, whose rows have no head: a latent, which is also the value, and after
+    it the rotated key that all heads share.
+
+    8-bit blocks (``quire.kernels.quantization``) end with their scales: one float32 for each combination of
+    layer, K or V, and KV head; with latent attention, for each layer's latents and rotated keys.
 
     Attributes:
         dtype: torch's name of the type of the stored values, such as "bfloat16".
+        latent_dim: elements of a latent, the first of the ``head_dim`` elements of a row; 0 if layers keep
+            keys and values.
     """
 
     num_layers: int
@@ -35,6 +40,12 @@ class KvShape:
     block_size: int
     head_dim: int
     dtype: str
+    latent_dim: int = field(default=0, kw_only=True)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of vectors that a KV head keeps of a token: a key and a value, or one row with a latent."""
+        return 1 if self.latent_dim else 2
 
     @property
     def is_quantized(self) -> bool:
@@ -44,7 +55,7 @@ class KvShape:
     @property
     def vector_bytes(self) -> int:
         """Bytes of a block's keys and values, without scales and padding."""
-        num_elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+        num_elements = self.num_layers * self.num_parts * self.num_kv_heads * self.block_size * self.head_dim
         return num_elements * _ITEM_BYTES[self.dtype]
 
     @property
@@ -81,6 +92,8 @@ class KvLayout(KvShape):
     def descriptor(self) -> bytes:
         """Return the canonical JSON that block hashes are rooted in."""
         fields = {**asdict(self), "layout_version": LAYOUT_VERSION}
+        if not self.latent_dim:
+            del fields["latent_dim"]
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 

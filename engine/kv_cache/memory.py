@@ -17,7 +17,7 @@ Buffer = bytes | memoryview
 
 
 class KvMemory:
-    """KV blocks as ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """KV blocks as ``[num_blocks, num_layers, num_parts, num_kv_heads, block_size, head_dim]``.
 
     On a GPU, ``read`` and ``write`` run on a separate stream, concurrently with the step. Copies between
     the GPU and pinned host memory use this stream too, and a step waits only for the blocks that it needs.
@@ -55,7 +55,14 @@ class KvMemory:
         self.blocks = (
             self._bytes[:, : shape.vector_bytes]
             .view(getattr(torch, shape.dtype))
-            .view(num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+            .view(
+                num_blocks,
+                shape.num_layers,
+                shape.num_parts,
+                shape.num_kv_heads,
+                shape.block_size,
+                shape.head_dim,
+            )
         )
         heads = slice(None) if own_heads is None else slice(own_heads.start, own_heads.stop)
         self.layers = list(self.blocks[:, :, :, heads].unbind(1))

@@ -43,6 +43,14 @@ def test_every_field_counts_in_the_descriptor() -> None:
         assert changed.descriptor() != LAYOUT.descriptor(), field.name
 
 
+def test_rows_of_latents_have_no_second_part() -> None:
+    """GLM-4.7-Flash in bfloat16: rows of 512 + 64 elements, instead of 20 heads with K and V of 256."""
+    shape = KvShape(47, 1, 16, 576, "bfloat16", latent_dim=512)
+    assert shape.block_bytes == 16 * 54_144
+    assert KvShape(47, 20, 16, 256, "bfloat16").block_bytes == 16 * 962_560
+    assert replace(shape, dtype="int8").num_scales == 47 * 2
+
+
 def test_the_descriptor_is_canonical() -> None:
     """Block hashes in a shared index are rooted in these bytes, so a change makes all entries useless."""
     assert LAYOUT.descriptor() == (
