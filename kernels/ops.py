@@ -3,6 +3,10 @@
 KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; a layer's view
 is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. The
 operations are ``torch.library`` operators.
+
+With latent attention a layer's view is ``[num_blocks, 1, 1, block_size, head_dim]``. All query heads share a
+row: a latent, which is also the value, and then the rotated key. Each has a scale in 8-bit blocks. Only the
+CPU has a kernel for it.
 """
 
 from __future__ import annotations
@@ -73,7 +77,8 @@ def _register(schema: str) -> None:
 _register(
     "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
     "Tensor seq_lens, *, float scale, int? sliding_window=None, float? logit_softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? max_new_tokens=None) "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? latent_dim=None, "
+    "int? max_new_tokens=None) "
     "-> Tensor"
 )
 _register(
@@ -96,6 +101,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    latent_dim: int | None = None,
 ) -> torch.Tensor:
     """Attend causally with each new token over itself and all earlier tokens of its sequence.
 
@@ -112,14 +118,17 @@ def paged_attention(
         sinks: ``[num_heads]``, for each head a logit that takes part in the softmax and has no value.
         alibi_slopes: ``[num_heads]``; ``slope * (key position - p)`` is added to each score.
         kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, only with 8-bit blocks.
+        latent_dim: elements of a latent, the first of a row; None if blocks hold keys and values.
 
     Returns:
-        ``[num_tokens, num_heads, head_dim]`` in the query's dtype.
+        ``[num_tokens, num_heads, head_dim]`` in the query's dtype; the last dimension is ``latent_dim`` if
+        that is given.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
     _check_blocks(kv_layer, kv_scales)
+    _check_latents(kv_layer, latent_dim)
     if query.shape[2] != kv_layer.shape[4] or query.shape[1] % kv_layer.shape[2]:
         raise ValueError(
             f"query [tokens, heads, head_dim] is {tuple(query.shape)}; blocks have {kv_layer.shape[2]} "
@@ -141,6 +150,7 @@ def paged_attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         kv_scales=kv_scales,
+        latent_dim=latent_dim,
         max_new_tokens=metadata.max_new_tokens,
     )
     return output
@@ -156,14 +166,18 @@ def write_kv(
     """Write the new tokens' keys and values ``[num_tokens, num_kv_heads, head_dim]`` into their slots.
 
     Tokens with a slot below 0 are skipped. 8-bit blocks get quantized tokens, and the token in slot 0 sets
-    its block's scales. The tokens of a block must be consecutive and in order.
+    its block's scales. The tokens of a block must be consecutive and in order. With latent attention the key
+    is a whole row, and the value its latent, which is not written a second time.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
     """
     _check_blocks(kv_layer, kv_scales)
     expected = (slot_mapping.shape[0], kv_layer.shape[2], kv_layer.shape[4])
-    if tuple(key.shape) != expected or tuple(value.shape) != expected:
+    has_values = kv_layer.shape[1] == 2
+    if not has_values:
+        _check_latents(kv_layer, value.shape[-1])
+    if tuple(key.shape) != expected or (has_values and tuple(value.shape) != expected):
         raise ValueError(f"key and value must be {expected}, got {tuple(key.shape)} and {tuple(value.shape)}")
     _check_dtype("key", key, kv_layer)
     _check_dtype("value", value, kv_layer)
@@ -193,11 +207,23 @@ def _check_dtype(name: str, tensor: torch.Tensor, kv_layer: torch.Tensor) -> Non
         raise ValueError(f"{name} is {tensor.dtype}, blocks are {kv_layer.dtype}: they must be equal")
 
 
+def _check_latents(kv_layer: torch.Tensor, latent_dim: int | None) -> None:
+    num_parts, num_kv_heads, head_dim = kv_layer.shape[1], kv_layer.shape[2], kv_layer.shape[4]
+    if latent_dim is None:
+        if num_parts != 2:
+            raise ValueError(f"blocks of {num_parts} part hold latents, and latent_dim is missing")
+    elif (num_parts, num_kv_heads) != (1, 1) or not 0 < latent_dim < head_dim:
+        raise ValueError(f"rows of latents have one part and one head, got {tuple(kv_layer.shape)}")
+    elif kv_layer.device.type != "cpu":
+        raise ValueError(f"only the CPU has a kernel for latents, and the blocks are on {kv_layer.device}")
+
+
 def _check_blocks(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
     if kv_layer.dtype not in (*_DTYPES, *KV_FORMATS):
         known = [*map(str, (*_DTYPES, *KV_FORMATS))]
         raise ValueError(f"blocks are {kv_layer.dtype}: there are kernels for {known}")
-    scales_shape = tuple(kv_layer.shape[:3]) if kv_layer.dtype in KV_FORMATS else None
+    num_blocks, _, num_kv_heads = kv_layer.shape[:3]
+    scales_shape = (num_blocks, 2, num_kv_heads) if kv_layer.dtype in KV_FORMATS else None
     if scales_shape != (None if kv_scales is None else tuple(kv_scales.shape)):
         raise ValueError(f"blocks of {kv_layer.dtype} have scales of shape {scales_shape}, got {kv_scales}")
     # Each head of a block must be contiguous. On the CPU, other ranks' heads may lie between the layer's

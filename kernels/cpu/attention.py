@@ -19,8 +19,11 @@ In all cases a row's sums run in the order of its keys, in spans counted from th
 keys that the row does not see add nothing. A token therefore gets the same bits in a decode step, in a chunk
 and in a whole prompt.
 
-A kernel is compiled for each (head_dim, block_size, group, dtype), since loops of constant length are
-unrolled. Numba caches it on disk. Everything else is an argument.
+With latent attention all query heads share the rows of the blocks, and a value is the beginning of its key's
+row. Some heads at a time form a group, so one token of one sequence can still use several threads.
+
+A kernel is compiled for each (head_dim, block_size, group, dtype, latent_dim), since loops of constant length
+are unrolled. Numba caches it on disk. Everything else is an argument.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _FEW_ROWS = 32
 """Most rows for which values are read in place; with more rows it is faster to widen them first."""
+_MOST_LATENT_HEADS = 16
+"""Most query heads of a group with latent attention."""
 _MIN_THREADED_WORK = 1 << 16
 """With fewer multiplications in a step than this, waking up threads costs more time than it saves."""
 _LOWEST = np.float32(-1e30)
@@ -107,11 +112,15 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    latent_dim: int | None = None,
     max_new_tokens: int | None = None,
 ) -> torch.Tensor:
     """Compute attention over paged blocks on the CPU; see ``ops.paged_attention``."""
     num_tokens, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    block_stride, value_offset, head_stride = kv_layer.stride()[:3]
+    if latent_dim is not None:
+        num_kv_heads, value_offset, head_stride = num_heads // _latent_group(num_heads), 0, 0
     group = num_heads // num_kv_heads
     num_new = np.diff(query_starts.numpy())
     parts, tiles = make_tiles(
@@ -123,10 +132,9 @@ def paged_attention(
         torch.get_num_threads(),
     )
     query32 = query.float().contiguous()
-    output = torch.empty((num_tokens, num_heads, head_dim))
+    output = torch.empty((num_tokens, num_heads, latent_dim or head_dim))
     sink_logits = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.float().numpy()
     slopes = np.zeros(num_heads, np.float32) if alibi_slopes is None else alibi_slopes.float().numpy()
-    block_stride, value_offset, head_stride = kv_layer.stride()[:3]
     scale_block_stride, scale_value_offset = (0, 0) if kv_scales is None else kv_scales.stride()[:2]
     counter = np.zeros(1, np.int64)
     addresses = (
@@ -156,11 +164,16 @@ def paged_attention(
         sliding_window or 0,
     )
     arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=ARGUMENTS)
-    kernel = kernel_for(head_dim, block_size, group, STORAGE[kv_layer.dtype])
+    kernel = kernel_for(head_dim, block_size, group, STORAGE[kv_layer.dtype], latent_dim)
     work = int(num_new @ seq_lens.numpy()) * num_heads * head_dim
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(kernel.address, arguments.ctypes.data, num_threads)
     return output.to(query.dtype)
+
+
+def _latent_group(num_heads: int) -> int:
+    """Return how many query heads a program computes with latent attention."""
+    return max(each for each in range(1, _MOST_LATENT_HEADS + 1) if num_heads % each == 0)
 
 
 @compiled
@@ -173,26 +186,26 @@ def _read_rows(inputs: Array, query: Array, num_tokens: int, group: int, head_di
 
 @compiled
 def _begin_rows(
-    sinks: Array, best: Array, weight: Array, total: Array, num_rows: int, group: int, head_dim: int
+    sinks: Array, best: Array, weight: Array, total: Array, num_rows: int, group: int, value_dim: int
 ) -> None:
     for row in range(num_rows):
         # A sink is a logit without a value: it counts in the row sum and adds nothing to the output.
         sink = sinks[row % group]
         best[row] = max(sink, _LOWEST)
         weight[row] = 1.0 if sink > -np.inf else 0.0
-        for d in range(head_dim):
+        for d in range(value_dim):
             total[row, d] = 0.0
 
 
 @compiled
 def _write_rows(
-    total: Array, weight: Array, outputs: Array, num_tokens: int, group: int, head_dim: int
+    total: Array, weight: Array, outputs: Array, num_tokens: int, group: int, value_dim: int
 ) -> None:
     for token in range(num_tokens):
         for head in range(group):
             row = token * group + head
             inverse = np.float32(1.0) / weight[row]
-            for d in range(head_dim):
+            for d in range(value_dim):
                 outputs[token, head, d] = total[row, d] * inverse
 
 
@@ -204,21 +217,23 @@ def _unpack_keys(
     first_column: int,
     block_size: int,
     head_dim: int,
+    first: int,
+    end: int,
     storage: Any,
     item_bytes: int,
     square: int,
 ) -> None:
-    """Write the keys of one block into the key buffer, transposed one square at a time.
+    """Write elements [first, end) of a block's keys into the key buffer, transposed one square at a time.
 
     Args:
         keys_at: address of the block's keys.
         scale: factor of 8-bit keys.
         keys: the buffer ``[head_dim, columns]``.
         first_column: column of the block's first key.
-        square: side of the squares; it divides block_size and head_dim.
+        square: side of the squares; it divides block_size, first and end.
     """
     for slot in range(0, block_size, square):
-        for d in range(0, head_dim, square):
+        for d in range(first, end, square):
             transpose(
                 np.int64(keys_at + item_bytes * (slot * head_dim + d)),
                 np.int64(head_dim),
@@ -232,11 +247,11 @@ def _unpack_keys(
 
 @compiled
 def _unpack_values(
-    block_values: Array, scale: float, values: Array, first_row: int, count: int, head_dim: int
+    block_values: Array, scale: float, values: Array, first_row: int, count: int, value_dim: int
 ) -> None:
     """Write the first ``count`` values of one block, widened, into ``values`` from ``first_row`` on."""
     for slot in range(count):
-        for d in range(head_dim):
+        for d in range(value_dim):
             values[first_row + slot, d] = widen(block_values[slot, d]) * scale
 
 
@@ -286,17 +301,19 @@ def _add_block_values(
     first_column: int,
     count: int,
     head_dim: int,
+    value_dim: int,
     width: int,
     storage: Any,
     item_bytes: int,
 ) -> None:
     """Add the weighted values of one block, read in place, to ``total``.
 
-    ``first_column`` is the column of ``scores`` that weights the block's first value.
+    ``first_column`` is the column of ``scores`` that weights the block's first value. A value is the first
+    ``value_dim`` elements of a row of ``head_dim``.
     """
     strides = (np.int64(total.shape[1]), np.int64(scores.shape[1]), np.int64(head_dim))
     for row in range(0, num_rows, TILE_ROWS):
-        for column in range(0, head_dim, width):
+        for column in range(0, value_dim, width):
             add_product(
                 np.int64(total[row:, column:].ctypes.data),
                 np.int64(scores[row:, first_column:].ctypes.data),
@@ -339,7 +356,7 @@ def _running_softmax(
     weight: Array,
     total: Array,
     span: int,
-    head_dim: int,
+    value_dim: int,
 ) -> None:
     """Replace the scores [low, high) of a row by softmax weights, and all its other scores by zero.
 
@@ -360,7 +377,7 @@ def _running_softmax(
     if peak > best[row]:
         shrink = exp(best[row] - peak)
         weight[row] *= shrink
-        for d in range(head_dim):
+        for d in range(value_dim):
             total[row, d] *= shrink
         best[row] = peak
     for slot in range(span):
@@ -409,6 +426,7 @@ def _attend_span(
     num_rows: int,
     group: int,
     head_dim: int,
+    latent_dim: int,
     block_size: int,
     span: int,
     storage: Any,
@@ -424,6 +442,7 @@ def _attend_span(
         base: position of the span's first key.
         first_key, end_key: position of the first key that a row sees, and position after its last key.
         positions: of the rows.
+        latent_dim: elements of a latent; 0 if keys and values lie apart.
         scores, keys, values: buffers whose content is not needed after the span.
         step: number of bytes to prefetch for each product of a key.
     """
@@ -431,8 +450,11 @@ def _attend_span(
     is_scaled = item_bytes == 1
     head_at = args.kv + item_bytes * kv_head * args.head_stride
     block_stride, value_offset = item_bytes * args.block_stride, item_bytes * args.value_offset
-    scales_at = args.kv_scales + 4 * kv_head
-    value_scales_at = scales_at + 4 * args.scale_value_offset
+    # Latents have the first scale, as keys have, and rotated keys the second.
+    value_dim = latent_dim if latent_dim > 0 else head_dim
+    scales_at = args.kv_scales + (0 if latent_dim > 0 else 4 * kv_head)
+    second_scales_at = scales_at + 4 * args.scale_value_offset
+    value_scales_at = scales_at if latent_dim > 0 else second_scales_at
     has_few_rows = num_rows <= _FEW_ROWS
     # Slots after the last position may hold another sequence's data and are never read.
     num_keys = min(span, end_key - base)
@@ -447,7 +469,13 @@ def _attend_span(
         value_at = key_at + value_offset
         slot = index * block_size
         key_scale = _scale_of(scales_at, block, args.scale_block_stride) if is_scaled else np.float32(1.0)
-        _unpack_keys(key_at, key_scale, keys, slot, block_size, head_dim, storage, item_bytes, square)
+        end = value_dim if is_scaled else head_dim
+        _unpack_keys(key_at, key_scale, keys, slot, block_size, head_dim, 0, end, storage, item_bytes, square)
+        if end < head_dim:
+            scale = _scale_of(second_scales_at, block, args.scale_block_stride)
+            _unpack_keys(
+                key_at, scale, keys, slot, block_size, head_dim, end, head_dim, storage, item_bytes, square
+            )
         if has_few_rows:
             next_entry = min(entry + 1, (end_key - 1) // block_size)
             next_key_at = head_at + block_stride * np.int64(table[next_entry])
@@ -469,7 +497,7 @@ def _attend_span(
                 value_scale = _scale_of(value_scales_at, block, args.scale_block_stride)
             block_values = carray(pointer(value_at, storage), (block_size, head_dim))
             count = min(block_size, num_keys - slot)
-            _unpack_values(block_values, value_scale, values, slot, count, head_dim)
+            _unpack_values(block_values, value_scale, values, slot, count, value_dim)
     if not has_few_rows:
         # Clear the unused rows: a NaN from an earlier sequence times weight 0 would still be NaN.
         values[: first_block * block_size] = 0.0
@@ -480,7 +508,7 @@ def _attend_span(
         _apply_softcap_and_alibi(scores, row, span, args.softcap, slopes[row % group], base - position)
         low = min(span, max(0, position - args.window + 1 - base)) if args.window > 0 else 0
         high = max(0, min(num_keys, position + 1 - base))
-        _running_softmax(scores, row, low, high, best, weight, total, span, head_dim)
+        _running_softmax(scores, row, low, high, best, weight, total, span, value_dim)
     if has_few_rows:
         for index in range(first_block, num_blocks):
             block = np.int64(table[base // block_size + index])
@@ -496,24 +524,26 @@ def _attend_span(
                 index * block_size,
                 min(block_size, num_keys - index * block_size),
                 head_dim,
+                value_dim,
                 value_columns,
                 storage,
                 item_bytes,
             )
     else:
-        _add_products(total, scores, values, num_rows, span, 0, head_dim, value_columns, nothing, 0)
+        _add_products(total, scores, values, num_rows, span, 0, value_dim, value_columns, nothing, 0)
 
 
 @cache
-def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
+def kernel_for(head_dim: int, block_size: int, group: int, storage: Any, latents: int | None = None) -> Any:
     """Compile the function that each thread runs: it takes the next program until none is left."""
+    latent_dim, value_dim = latents or 0, latents or head_dim
     span = span_blocks(block_size) * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
-    value_columns = min(head_dim & -head_dim, TILE_COLUMNS)
+    value_columns = min(value_dim & -value_dim, TILE_COLUMNS)
     # Products write whole tiles of rows, and the products of a tile's last part may begin at any row.
     max_rows = -(-part_tokens(group) * group // TILE_ROWS) * TILE_ROWS + TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
-    square = math.gcd(block_size, head_dim, SQUARE)
+    square = math.gcd(block_size, head_dim, value_dim, SQUARE)
     block_columns = min(block_size & -block_size, TILE_COLUMNS)
     step = block_size * item_bytes
 
@@ -521,10 +551,10 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
         args = carray(arguments, 1)[0]
         num_heads = args.num_heads
         query = np.zeros((max_rows, head_dim), np.float32)
-        total = np.empty((max_rows, head_dim), np.float32)
+        total = np.empty((max_rows, value_dim), np.float32)
         scores = np.zeros((max_rows, score_columns), np.float32)
         keys = np.zeros((head_dim, score_columns), np.float32)
-        values = np.zeros((span, head_dim), np.float32)
+        values = np.zeros((span, value_dim), np.float32)
         best, weight = np.empty(max_rows, np.float32), np.empty(max_rows, np.float32)
         positions = np.empty(max_rows, np.int64)
         while True:
@@ -548,7 +578,7 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                     positions[num_all_rows + row] = first_position + row // group
                 num_all_rows += num_tokens * group
                 lowest = min(lowest, first_position)
-            _begin_rows(sinks, best, weight, total, num_all_rows, group, head_dim)
+            _begin_rows(sinks, best, weight, total, num_all_rows, group, value_dim)
             # The spans that all parts share are first; then the other spans of each part follow, from the
             # last part to the first. A part's products spill into the rows behind it, so the part that owns
             # these rows must be finished before.
@@ -586,6 +616,7 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                         num_rows,
                         group,
                         head_dim,
+                        latent_dim,
                         block_size,
                         span,
                         storage,
@@ -596,11 +627,11 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any) -> Any:
                         step,
                     )
                 if stage > 0:
-                    rows_at = 4 * (parts[own, 1] * num_heads + kv_head * group) * head_dim
-                    shape = (num_rows // group, num_heads, head_dim)
+                    rows_at = 4 * (parts[own, 1] * num_heads + kv_head * group) * value_dim
+                    shape = (num_rows // group, num_heads, value_dim)
                     outputs = carray(pointer(args.output + rows_at, np.float32), shape)
                     _write_rows(
-                        total[first_row:], weight[first_row:], outputs, num_rows // group, group, head_dim
+                        total[first_row:], weight[first_row:], outputs, num_rows // group, group, value_dim
                     )
 
     signature = types.void(types.CPointer(_ARGUMENTS_TYPE))

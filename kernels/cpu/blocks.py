@@ -26,15 +26,21 @@ def write_kv(
 ) -> None:
     """Write keys and values into their slots, on the CPU; see ``ops.write_kv``."""
     slots = slot_mapping.numpy()
+    latent_dim = value.shape[-1]
+    if kv_layer.shape[1] == 2:
+        vectors, stored = (key, value), kv_layer.unbind(1)
+    else:
+        vectors = (value, key[..., latent_dim:])
+        stored = (kv_layer[:, 0, ..., :latent_dim], kv_layer[:, 0, ..., latent_dim:])
     if kv_scales is None:
-        _write(_bits(key), _bits(value), _bits(kv_layer), slots)
+        _write(*map(_bits, vectors), *map(_bits, stored), slots)
         return
     per_magnitude = np.float32(KV_FORMATS[kv_layer.dtype].scale_per_magnitude)
     is_integer = kv_layer.dtype == torch.int8
-    for index, vectors in enumerate((key, value)):
+    for index in range(2):
         _quantize(
-            vectors.float().numpy(),
-            kv_layer.view(torch.uint8).numpy()[:, index],
+            vectors[index].float().numpy(),
+            stored[index].view(torch.uint8).numpy(),
             kv_scales.numpy()[:, index],
             slots,
             per_magnitude,
@@ -65,16 +71,18 @@ def _bits(tensor: torch.Tensor) -> Array:
 
 
 @stored_njit
-def _write(key: Array, value: Array, kv_layer: Array, slot_mapping: Array) -> None:
-    block_size = kv_layer.shape[3]
-    for token in range(slot_mapping.shape[0]):
-        if slot_mapping[token] < 0:
+def _write(first: Array, second: Array, first_stored: Array, second_stored: Array, slots: Array) -> None:
+    """Write two vectors of each token and head into ``[num_blocks, heads, block_size, size]`` each."""
+    block_size = first_stored.shape[2]
+    for token in range(slots.shape[0]):
+        if slots[token] < 0:
             continue
-        block, offset = slot_mapping[token] // block_size, slot_mapping[token] % block_size
-        for head in range(kv_layer.shape[2]):
-            for d in range(kv_layer.shape[4]):
-                kv_layer[block, 0, head, offset, d] = key[token, head, d]
-                kv_layer[block, 1, head, offset, d] = value[token, head, d]
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        for head in range(first_stored.shape[1]):
+            for d in range(first_stored.shape[3]):
+                first_stored[block, head, offset, d] = first[token, head, d]
+            for d in range(second_stored.shape[3]):
+                second_stored[block, head, offset, d] = second[token, head, d]
 
 
 @stored_njit

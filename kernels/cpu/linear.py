@@ -271,6 +271,8 @@ _FIELDS = (
     "input_stride",
     "output_stride",
     "num_units",
+    "head_stride",
+    "units_per_head",
 )
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
@@ -296,18 +298,21 @@ def sums(
     bias: torch.Tensor | None,
     num_segments: int = 1,
     own_inputs: range | None = None,
+    num_heads: int = 1,
 ) -> torch.Tensor:
     """Return the result of ``linear`` before it is rounded: float32 ``[num_rows, num_units * UNIT]``.
 
     Args:
         own_inputs: the inputs to sum, which have ``num_segments`` segments; None means all inputs.
+        num_heads: number of equal parts of the units; each multiplies inputs of its own, so the inputs are
+            ``[num_rows, num_heads, in_features]``.
     """
     rows = weight.operands(inputs.reshape(-1, weight.in_features))
     weight_at = weight.panels.data_ptr()
     bias_at = 0 if bias is None else bias.data_ptr()
-    num_rows = len(rows)
+    num_rows = len(rows) // num_heads
     chunks = [(first, min(ROWS, num_rows - first), weight_at, bias_at) for first in range(0, num_rows, ROWS)]
-    return multiply_chunks(rows, chunks, weight, num_segments, own_inputs)
+    return multiply_chunks(rows, chunks, weight, num_segments, own_inputs, num_heads)
 
 
 def multiply_chunks(
@@ -316,6 +321,7 @@ def multiply_chunks(
     weight: PackedWeight,
     num_segments: int = 1,
     own_inputs: range | None = None,
+    num_heads: int = 1,
 ) -> torch.Tensor:
     """Multiply chunks of rows by packed weights of one shape and type, see ``sums``.
 
@@ -324,10 +330,11 @@ def multiply_chunks(
         chunks: for each chunk its first row, the number of its rows, which is at most ``ROWS``, and the
             addresses of its weight and its bias, or 0.
         weight: one of the weights.
-        num_segments, own_inputs: as for ``sums``.
+        num_segments, own_inputs, num_heads: as for ``sums``.
     """
     own = own_inputs or range(weight.in_features)
-    output = torch.empty((rows.shape[0], weight.num_units * UNIT))
+    num_rows, row_bytes = rows.shape[0] // num_heads, rows.itemsize * rows.shape[1]
+    output = torch.empty((num_rows, weight.num_units * UNIT))
     counter, table = np.zeros(1, np.int64), np.array(chunks, np.int64)
     arguments = np.array(
         [
@@ -341,14 +348,16 @@ def multiply_chunks(
                 own.start,
                 len(own),
                 num_segments,
-                rows.itemsize * rows.shape[1],
+                num_heads * row_bytes,
                 output.shape[1],
                 weight.num_units,
+                row_bytes,
+                weight.num_units // num_heads,
             )
         ],
         dtype=_ARGUMENTS,
     )
-    work = rows.shape[0] * len(own) * weight.out_features
+    work = num_rows * len(own) * weight.out_features
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(_kernel(weight.stored).address, arguments.ctypes.data, num_threads)
     return output
@@ -593,7 +602,10 @@ def _kernel(stored: Any) -> Any:
             unit, chunk = program % args.num_units, program // args.num_units
             first, bias = chunks[chunk, 0], chunks[chunk, 3]
             product = Product(
-                args.inputs + first * args.input_stride + operand_bytes(args.first_input, stored),
+                args.inputs
+                + first * args.input_stride
+                + unit // args.units_per_head * args.head_stride
+                + operand_bytes(args.first_input, stored),
                 args.input_stride,
                 chunks[chunk, 2]
                 + unit_offset(unit, args.in_features, stored)

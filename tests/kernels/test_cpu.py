@@ -28,6 +28,7 @@ class Case(NamedTuple):
     kv_layer: torch.Tensor
     metadata: AttentionMetadata
     kv_scales: torch.Tensor | None = None
+    latent_dim: int | None = None
 
 
 def make_case(
@@ -39,20 +40,22 @@ def make_case(
     num_kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 32,
+    latent_dim: int | None = None,
     num_shared_blocks: int = 0,
     seed: int = 0,
 ) -> Case:
     """Return sequences of (cached, new) tokens in shuffled blocks; all slots that no token owns hold NaN.
 
-    The first sequence's first blocks are also those of all others whose cached tokens fill as many.
+    The first sequence's first blocks are also those of all others whose cached tokens fill as many. With a
+    ``latent_dim`` there should be one KV head.
     """
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
     tables = torch.full((len(lengths), max(num_blocks) + 1), 2**30, dtype=torch.int32)
-    shape = (len(order), 3, 2, num_kv_heads, block_size, head_dim)
+    shape = (len(order), 3, 1 if latent_dim else 2, num_kv_heads, block_size, head_dim)
     kv_layer = torch.full(shape, float("nan")).to(stored or dtype)[:, 1]
-    kv_scales = torch.full(shape[:4], float("nan"))[:, 1] if stored else None
+    kv_scales = torch.full((len(order), 3, 2, num_kv_heads), float("nan"))[:, 1] if stored else None
     slots: list[int] = []
     for row, (cached, new) in enumerate(lengths):
         shared = tables[0, : num_shared_blocks if row and cached >= num_shared_blocks * block_size else 0]
@@ -61,7 +64,8 @@ def make_case(
         all_slots = [table[p // block_size] * block_size + p % block_size for p in range(cached + new)]
         past = torch.tensor(all_slots[:cached], dtype=torch.int64)
         rows = torch.randn((2, cached, num_kv_heads, head_dim), generator=generator).to(dtype)
-        reference.write_kv(rows[0], rows[1], kv_layer, past, kv_scales)
+        values = rows[0][..., :latent_dim] if latent_dim else rows[1]
+        reference.write_kv(rows[0], values, kv_layer, past, kv_scales)
         slots += all_slots[cached:]
     new_tokens = [new for _, new in lengths]
     total = sum(new_tokens)
@@ -73,7 +77,12 @@ def make_case(
     )
     query = torch.randn((total, num_kv_heads * group, head_dim), generator=generator).to(dtype)
     key, value = torch.randn((2, total, num_kv_heads, head_dim), generator=generator).to(dtype)
-    return Case(query, key, value, kv_layer, metadata, kv_scales)
+    # A rotated key may be much larger than the latent before it.
+    if latent_dim:
+        key[..., latent_dim:] *= 30
+        query[..., latent_dim:] /= 30
+        value = key[..., :latent_dim]
+    return Case(query, key, value, kv_layer, metadata, kv_scales, latent_dim)
 
 
 def compare(case: Case, **options: object) -> None:
@@ -84,7 +93,7 @@ def compare(case: Case, **options: object) -> None:
     torch.testing.assert_close(case.kv_layer.float(), expected_layer.float(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(case.kv_scales, expected_scales, rtol=0, atol=0, equal_nan=True)
     arguments = (case.query, case.kv_layer, case.metadata)
-    options |= {"scale": 0.2, "kv_scales": case.kv_scales}
+    options |= {"scale": 0.2, "kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
     expected = reference.paged_attention(*arguments, **options)  # type: ignore[arg-type]
     actual = ops.paged_attention(*arguments, **options)  # type: ignore[arg-type]
     tolerance = TOLERANCE[case.query.dtype]
@@ -106,6 +115,8 @@ class Shape(NamedTuple):
     group: int
     head_dim: int
     stored: torch.dtype | None = None
+    latent_dim: int | None = None
+    num_kv_heads: int = 2
 
 
 shapes = st.sampled_from(
@@ -117,6 +128,10 @@ shapes = st.sampled_from(
         Shape(torch.float16, 128, 7, 32),
         Shape(torch.bfloat16, 16, 2, 32, torch.int8),
         Shape(torch.bfloat16, 16, 2, 32, torch.float8_e4m3fn),
+        Shape(torch.float32, 16, 20, 144, None, 128, 1),
+        Shape(torch.bfloat16, 16, 4, 72, None, 64, 1),
+        Shape(torch.float32, 24, 34, 28, torch.int8, 20, 1),
+        Shape(torch.bfloat16, 16, 3, 48, torch.float8_e4m3fn, 32, 1),
     ]
 )
 
@@ -263,6 +278,15 @@ def test_wrong_shapes_are_refused(spoil: Callable[[Case], Case], message: str) -
         ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=1.0)
 
 
+def test_rows_of_latents_need_the_size_of_a_latent() -> None:
+    case = make_case([(4, 2)], num_kv_heads=1, head_dim=48, latent_dim=32)
+    with pytest.raises(ValueError, match="latent_dim is missing"):
+        ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=1.0)
+    heads = make_case([(4, 2)])
+    with pytest.raises(ValueError, match="rows of latents have one part and one head"):
+        ops.paged_attention(heads.query, heads.kv_layer, heads.metadata, scale=1.0, latent_dim=16)
+
+
 def test_wrong_keys_are_refused() -> None:
     case = make_case([(4, 2)])
     with pytest.raises(ValueError, match="key and value must be"):
@@ -271,9 +295,12 @@ def test_wrong_keys_are_refused() -> None:
         ops.write_kv(case.key.bfloat16(), case.value.bfloat16(), case.kv_layer, case.metadata.slot_mapping)
 
 
+@pytest.mark.parametrize("shape", [{}, {"num_kv_heads": 1, "latent_dim": 24}], ids=["heads", "latents"])
 @pytest.mark.parametrize("stored", [*KV_FORMATS], ids=str)
-def test_bytes_of_a_quantized_block_do_not_depend_on_the_steps_that_wrote_it(stored: torch.dtype) -> None:
-    at_once = make_case([(0, 40)], stored=stored)
+def test_bytes_of_a_quantized_block_do_not_depend_on_the_steps_that_wrote_it(
+    stored: torch.dtype, shape: dict[str, int]
+) -> None:
+    at_once = make_case([(0, 40)], stored=stored, **shape)
     assert at_once.kv_scales is not None
     in_steps = at_once._replace(kv_layer=at_once.kv_layer.clone(), kv_scales=at_once.kv_scales.clone())
     slots = at_once.metadata.slot_mapping
@@ -351,16 +378,20 @@ def test_blocks_are_copied_gathered_and_scattered(dtype: torch.dtype) -> None:
     assert torch.equal(blocks, before[[0, 2, 0, 5, 0, 5]])
 
 
+LATENTS = {"num_kv_heads": 1, "group": 20, "head_dim": 80, "latent_dim": 64}
+
+
+@pytest.mark.parametrize("shape", [{}, LATENTS], ids=["heads", "latents"])
 @pytest.mark.parametrize(
     ("dtype", "stored"), [*((each, None) for each in TOLERANCE), (torch.bfloat16, torch.int8)], ids=str
 )
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"logit_softcap": 3.0}], ids=str)
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
-    options: dict[str, float], dtype: torch.dtype, stored: torch.dtype | None
+    options: dict[str, float], dtype: torch.dtype, stored: torch.dtype | None, shape: dict[str, int]
 ) -> None:
     """As a prompt, in chunks, among drafts to verify, or one by one: over every edge of blocks and spans."""
     for cached, num_new in ((3, 5), (60, 8), (0, 150), (130, 40)):
-        case = make_case([(cached, num_new)], dtype=dtype, stored=stored, seed=cached)
+        case = make_case([(cached, num_new)], dtype=dtype, stored=stored, seed=cached, **shape)
         ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
 
         def attend(first: int, last: int, case: Case = case, cached: int = cached) -> torch.Tensor:
@@ -369,7 +400,8 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
                 seq_lens=torch.tensor([cached + last], dtype=torch.int32),
             )
             query, kv = case.query[first:last], (case.kv_layer, chunk)
-            return ops.paged_attention(query, *kv, scale=0.2, kv_scales=case.kv_scales, **options)  # type: ignore[arg-type]
+            scales = {"kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
+            return ops.paged_attention(query, *kv, scale=0.2, **scales, **options)  # type: ignore[arg-type]
 
         together = attend(0, num_new)
         for size in (1, 2, 5, 37):
