@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
+from quire.engine.model.latent_attention import latent_expansion
 from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
 
@@ -49,8 +50,9 @@ def attend(
 
     Args:
         query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
-        key: ``[1, num_kv_heads, num_tokens, head_dim]``.
-        value: like ``key``.
+        key: ``[1, num_kv_heads, num_tokens, head_dim]``; with latent attention ``[1, 1, num_tokens, size]``,
+            rows of a latent and a rotated key.
+        value: like ``key``; with latent attention, the latents.
 
     Returns:
         The output ``[1, num_tokens, num_heads, head_dim]``, and None for the attention weights.
@@ -60,9 +62,11 @@ def attend(
     metadata, layers, scales = paged_step
     layer: int = module.layer_idx  # type: ignore[assignment]
     kv_layer, kv_scales = layers[layer], scales[layer]
+    expansion = latent_expansion(module)
+    queries = query[0].transpose(0, 1)
     ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv_layer, metadata.slot_mapping, kv_scales)
     output = ops.paged_attention(
-        query[0].transpose(0, 1),
+        queries if expansion is None else expansion.queries(queries),
         kv_layer,
         metadata,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -70,8 +74,9 @@ def attend(
         logit_softcap=softcap,
         sinks=s_aux,
         kv_scales=kv_scales,
+        latent_dim=None if expansion is None else expansion.latent_dim,
     )
-    return output[None], None
+    return (output if expansion is None else expansion.values(output))[None], None
 
 
 def register() -> None:

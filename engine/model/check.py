@@ -22,6 +22,7 @@ from quire.engine.kv_cache.memory import KvMemory, dtype_name
 from quire.engine.model import attention
 from quire.engine.model.attention import PagedStep
 from quire.engine.model.collectives import RanksError
+from quire.engine.model.latent_attention import latent_expansion
 from quire.engine.model.mask_check import MaskObserver, mask_problem
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.step_tensors import StepTensors
@@ -64,12 +65,17 @@ class AttentionCall(NamedTuple):
 
 
 class KvHeads(NamedTuple):
-    """The shape of the keys and values of a token in each layer, and how each layer calls attention."""
+    """The shape of the keys and values of a token in each layer, and how each layer calls attention.
+
+    Attributes:
+        latent_dim: elements of a latent, see ``KvShape``; 0 if layers keep keys and values.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     calls: tuple[AttentionCall, ...]
+    latent_dim: int = 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -90,6 +96,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
             or the mask of a layer is not its causal window.
     """
     seen: list[tuple[int, torch.Size, torch.Size]] = []
+    latent_dims: list[int] = []
     calls: list[AttentionCall] = []
     masks: list[object] = []
     observer = MaskObserver()
@@ -110,8 +117,13 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         calls.append(AttentionCall(sliding_window, scale, softcap, s_aux))
         masks.append(attention_mask)
-        seen.append((getattr(layer, "layer_idx", -1), key.shape, value.shape))
-        return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], value.shape[-1])), None
+        expansion = latent_expansion(layer)
+        # The value of a latent is the beginning of its row, which is the key.
+        value_shape = value.shape if expansion is None else key.shape
+        seen.append((getattr(layer, "layer_idx", -1), key.shape, value_shape))
+        latent_dims.append(0 if expansion is None else expansion.latent_dim)
+        size = value.shape[-1] if expansion is None else expansion.value_dim
+        return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], size)), None
 
     AttentionInterface.register(_OBSERVER, look)
     AttentionMaskInterface.register(_OBSERVER, observer)
@@ -122,6 +134,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     ):
         module(input_ids=torch.zeros((1, 1), dtype=torch.long, device=_device(module)), use_cache=False)
     _check_calls(seen)
+    if len(set(latent_dims)) > 1:
+        raise UnsupportedModelError("only some of its layers have latent attention")
     with refusing("has attention masks that cannot be checked"):
         functions = [observer.function_of(mask) for mask in masks]
         windows = [call.window for call in calls]
@@ -129,7 +143,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
     _, num_kv_heads, _, head_dim = seen[0][1]
-    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls))
+    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls), latent_dims[0])
 
 
 def _check_calls(seen: Sequence[tuple[int, torch.Size, torch.Size]]) -> None:
@@ -246,7 +260,8 @@ def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
 
 
 def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemory:
-    shape = KvShape(heads.num_layers, heads.num_kv_heads, _BLOCK_SIZE, heads.head_dim, dtype_name(dtype))
+    num_layers, num_kv_heads, head_dim, _, latent_dim = heads
+    shape = KvShape(num_layers, num_kv_heads, _BLOCK_SIZE, head_dim, dtype_name(dtype), latent_dim=latent_dim)
     return KvMemory(shape, 6, device)
 
 

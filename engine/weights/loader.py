@@ -18,6 +18,7 @@ from quire.engine.model.check import KvHeads, UnsupportedModelError, check_pagin
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.experts import pack_experts
+from quire.engine.model.latent_attention import keep_latents
 from quire.engine.model.packed_linear import pack_linear_layers
 from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
@@ -84,7 +85,14 @@ class LoadedModel:
     def kv_shape(self, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
         """Return the shape of this model's KV blocks, in the model's dtype or one of ``KV_CACHE_DTYPES``."""
         dtype = dtype_name(self.dtype) if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
-        return KvShape(self.num_layers, self.num_kv_heads, block_size, self.head_dim, dtype)
+        return KvShape(
+            self.num_layers,
+            self.num_kv_heads,
+            block_size,
+            self.head_dim,
+            dtype,
+            latent_dim=self.heads.latent_dim,
+        )
 
 
 def load_model(
@@ -259,6 +267,7 @@ def _prepare_module(
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         sums = choose_sums(arithmetic, module.dtype)
+        keep_latents(module, weight_dtype, sums.name)
         pack_linear_layers(module, weight_dtype, num_segments, sums.name)
         pack_experts(module, weight_dtype, sums.name)
         for tensor in itertools.chain(module.parameters(), module.buffers()):

@@ -20,7 +20,8 @@ from tests.testing.tiny_engine import make_engine, make_request
 
 NUM_PROMPT, NUM_NEW = 90, 40
 EXPERTS = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt2", *EXPERTS]
+LATENT = ["glm4_moe_lite", "minicpm3"]
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt2", *EXPERTS, *LATENT]
 
 
 class Logprobs(NamedTuple):
@@ -52,7 +53,7 @@ def amx_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("amx_order")
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "gpt_neox", "mixtral", "deepseek_v3"])
 def test_logprobs_in_the_order_of_amx_do_not_depend_on_how_a_sequence_is_cut(
     tiny_model: Callable[[str], Path], architecture: str
 ) -> None:
@@ -67,9 +68,9 @@ def test_logprobs_in_the_order_of_amx_do_not_depend_on_how_a_sequence_is_cut(
     ("architecture", "dtype", "weight_dtype"),
     [
         *((each, "bfloat16", "auto") for each in ARCHITECTURES),
-        *((each, "float32", "auto") for each in ("llama", "mistral", "mixtral", "glm4_moe")),
+        *((each, "float32", "auto") for each in ("llama", "mistral", "mixtral", "deepseek_v3")),
         *(("llama", "float32", each) for each in ("w8a8", "w4a8", "int8", "int4")),
-        *(("gpt_oss", "float32", each) for each in ("w8a8", "int8", "int4")),
+        *((name, "float32", each) for name in ("gpt_oss", "deepseek_v3") for each in ("w8a8", "int8", "int4")),
     ],
 )
 def test_logprobs_do_not_depend_on_how_a_sequence_is_cut(

@@ -27,7 +27,8 @@ NUM_NEW = 64
 Load = Callable[[str], LoadedModel]
 Expected = Callable[[str, list[int]], list[int]]
 EXPERTS = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", *EXPERTS]
+LATENT = ["deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"]
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", *EXPERTS, *LATENT]
 PROMPT_LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 50, 100]
 
 
@@ -45,7 +46,7 @@ def test_every_prompt_length(architecture: str, load: Load, expected: Expected) 
 
 
 @pytest.mark.parametrize("budget", [16, 100])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", *LATENT])
 def test_prefill_in_chunks(architecture: str, budget: int, load: Load, expected: Expected) -> None:
     engine = make_engine(load(architecture), max_num_seqs=16, max_num_batched_tokens=budget)
     prompt = make_prompt(200)

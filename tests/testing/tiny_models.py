@@ -33,12 +33,13 @@ _GROUPS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+# A quarter of DeepSeek's sizes.
 _LATENT = {
-    "head_dim": 16,
+    **_COMMON,
     "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
@@ -57,11 +58,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", _COMMON),
     "gpt_neox": ("GPTNeoXConfig", _COMMON),
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "first_k_dense_replace": 3}),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**_LATENT, "qk_nope_head_dim": 48, "v_head_dim": 64, "mlp_layer_types": ["dense"] * 3},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {**_LATENT, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    ),
+    "youtu": ("YoutuConfig", _LATENT),
     "gpt_oss": ("GptOssConfig", {**_GROUPED, "sliding_window": 24, "num_local_experts": 4}),
     "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 5}),
     "qwen3_moe": ("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS}),
     "glm4_moe": ("Glm4MoeConfig", {**_GROUPED, **_EXPERTS, **_GROUPS}),
-    "deepseek_v3": ("DeepseekV3Config", {**_GROUPED, **_EXPERTS, **_GROUPS, **_LATENT}),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_EXPERTS, **_GROUPS}),
 }
 """The configuration class and the values of a tiny model, for each architecture."""
 
