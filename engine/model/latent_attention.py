@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from quire.engine.model.packed_linear import pack_weight
-from quire.kernels.cpu.linear import UNIT, sums
+from quire.kernels.cpu.linear import UNIT, PackedWeight, sums
 
 
 class HeadLinear(torch.nn.Module):
@@ -34,18 +34,19 @@ class HeadLinear(torch.nn.Module):
         super().__init__()
         self.num_heads, self.out_features, _ = weight.shape
         padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self.out_features % UNIT))
-        self._packed = pack_weight("kv_b_proj", padded.flatten(0, 1), weight_dtype, arithmetic)
+        self._packed: PackedWeight = pack_weight("kv_b_proj", padded.flatten(0, 1), weight_dtype, arithmetic)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight ``[num_heads, out_features, in_features]``; each access unpacks it again."""
-        return self._packed.unpack().unflatten(0, (self.num_heads, -1))[:, : self.out_features]
+        heads: torch.Tensor = self._packed.unpack().unflatten(0, (self.num_heads, -1))
+        return heads[:, : self.out_features]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``[num_tokens, num_heads, out_features]`` for ``[num_tokens, num_heads, in_features]``."""
-        outputs = sums(inputs, self._packed, None, num_heads=self.num_heads)
-        outputs = outputs.unflatten(1, (self.num_heads, -1))[..., : self.out_features]
-        return outputs.to(inputs.dtype)
+        outputs: torch.Tensor = sums(inputs, self._packed, None, num_heads=self.num_heads)
+        heads: torch.Tensor = outputs.unflatten(1, (self.num_heads, -1))
+        return heads[..., : self.out_features].to(inputs.dtype)
 
 
 class LatentExpansion(torch.nn.Module):
@@ -88,12 +89,13 @@ def keep_latents(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> 
     A row ``[latent, rotated key]`` is the key, and the latent is the value. Eager attention still gets
     expanded heads.
     """
-    for layer in list(model.modules()):
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
         expansion = getattr(layer, "kv_b_proj", None)
         if hasattr(layer, "expand_kv") and type(expansion) is torch.nn.Linear and expansion.bias is None:
-            sizes = int(layer.qk_nope_head_dim), int(layer.v_head_dim)  # type: ignore[arg-type]
+            sizes = int(layer.qk_nope_head_dim), int(layer.v_head_dim)
             layer.kv_b_proj = LatentExpansion(expansion.weight, *sizes, weight_dtype, arithmetic)
-            layer.expand_kv = partial(_rows_of_latents, layer, layer.expand_kv)  # type: ignore[assignment]
+            layer.expand_kv = partial(_rows_of_latents, layer, layer.expand_kv)
 
 
 def latent_expansion(layer: torch.nn.Module) -> LatentExpansion | None:

@@ -52,7 +52,11 @@ def test_each_head_multiplies_its_own_inputs() -> None:
 
 
 def test_a_preempted_sequence_gives_the_same_tokens(load: Load) -> None:
-    requests = {"samples": {"n": 4, "seed": 5}, "greedy": {"temperature": 0.0}, "more": {"n": 2, "seed": 9}}
+    requests: dict[str, dict[str, Any]] = {
+        "samples": {"n": 4, "seed": 5},
+        "greedy": {"temperature": 0.0},
+        "more": {"n": 2, "seed": 9},
+    }
 
     def make() -> list[Any]:
         return [

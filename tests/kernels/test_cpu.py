@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -298,7 +298,7 @@ def test_wrong_keys_are_refused() -> None:
 @pytest.mark.parametrize("shape", [{}, {"num_kv_heads": 1, "latent_dim": 24}], ids=["heads", "latents"])
 @pytest.mark.parametrize("stored", [*KV_FORMATS], ids=str)
 def test_bytes_of_a_quantized_block_do_not_depend_on_the_steps_that_wrote_it(
-    stored: torch.dtype, shape: dict[str, int]
+    stored: torch.dtype, shape: dict[str, Any]
 ) -> None:
     at_once = make_case([(0, 40)], stored=stored, **shape)
     assert at_once.kv_scales is not None
@@ -387,7 +387,7 @@ LATENTS = {"num_kv_heads": 1, "group": 20, "head_dim": 80, "latent_dim": 64}
 )
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"logit_softcap": 3.0}], ids=str)
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
-    options: dict[str, float], dtype: torch.dtype, stored: torch.dtype | None, shape: dict[str, int]
+    options: dict[str, Any], dtype: torch.dtype, stored: torch.dtype | None, shape: dict[str, Any]
 ) -> None:
     """As a prompt, in chunks, among drafts to verify, or one by one: over every edge of blocks and spans."""
     for cached, num_new in ((3, 5), (60, 8), (0, 150), (130, 40)):
@@ -399,9 +399,15 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
                 query_starts=torch.tensor([0, last - first], dtype=torch.int32),
                 seq_lens=torch.tensor([cached + last], dtype=torch.int32),
             )
-            query, kv = case.query[first:last], (case.kv_layer, chunk)
-            scales = {"kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
-            return ops.paged_attention(query, *kv, scale=0.2, **scales, **options)  # type: ignore[arg-type]
+            return ops.paged_attention(
+                case.query[first:last],
+                case.kv_layer,
+                chunk,
+                scale=0.2,
+                kv_scales=case.kv_scales,
+                latent_dim=case.latent_dim,
+                **options,
+            )
 
         together = attend(0, num_new)
         for size in (1, 2, 5, 37):
