@@ -82,21 +82,6 @@ SIZES = {
 }
 
 
-LATENT_SIZES = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "num_layers": 2,
-    "ffn_hidden_size": 96,
-    "expert_ffn_hidden_size": 32,
-    "moe_topk": 2,
-    "zero_expert_num": 2,
-}
-"""Sizes of architectures with latent attention, whose ``head_dim`` is that of the rotated keys."""
-
 RANK_SIZES = {
     **SIZES,
     "hidden_size": 128,
@@ -133,8 +118,6 @@ def make_tiny_model(name: str, sizes: Mapping[str, object] = SIZES) -> PreTraine
     """
     config_class = CONFIG_MAPPING[name]
     default = config_class()
-    if hasattr(default, "kv_lora_rank"):
-        sizes = {**sizes, **LATENT_SIZES, "head_dim": LATENT_SIZES["qk_rope_head_dim"]}
     config: PreTrainedConfig = config_class(
         **{key: value for key, value in sizes.items() if hasattr(default, key)}
     )
