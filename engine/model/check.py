@@ -44,6 +44,12 @@ Wrong computations have errors of about 1.
 """
 
 
+_NEEDS_LATENTS = (
+    "its latent attention has keys and values of different sizes, so blocks must keep its latents: "
+    "this needs the CPU, and a kv_b_proj without bias"
+)
+
+
 class UnsupportedModelError(Exception):
     """The model cannot be served; the message says which of its features paging does not cover."""
 
@@ -120,6 +126,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         expansion = latent_expansion(layer)
         # The value of a latent is the beginning of its row, which is the key.
         value_shape = value.shape if expansion is None else key.shape
+        if hasattr(layer, "expand_kv") and value_shape != key.shape:
+            raise UnsupportedModelError(_NEEDS_LATENTS)
         seen.append((getattr(layer, "layer_idx", -1), key.shape, value_shape))
         latent_dims.append(0 if expansion is None else expansion.latent_dim)
         size = value.shape[-1] if expansion is None else expansion.value_dim
@@ -315,10 +323,10 @@ def _attention(module: torch.nn.Module, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def refusing(problem: str) -> Iterator[None]:
-    """Turn any exception of the model's code into an UnsupportedModelError."""
+    """Turn any other exception of the model's code into an UnsupportedModelError."""
     try:
         yield
-    except RanksError:
+    except (RanksError, UnsupportedModelError):
         raise
     except Exception as error:
         raise UnsupportedModelError(f"the model {problem}: {type(error).__name__}: {error}") from error

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from quire.engine.engine import Engine
 from quire.engine.errors import KvBudgetError
 from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model import attention
+from quire.engine.model.check import UnsupportedModelError, observe_attention
 from quire.engine.model.latent_attention import HeadLinear, LatentExpansion
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.speculation.ngram_proposer import NgramProposer
@@ -115,6 +118,18 @@ def test_quantized_weights_are_those_of_the_check(
     """At load, logits over latents agree with eager attention over what the same weights expand."""
     model = load_model(str(tiny_model("deepseek_v3")), "float32", CPU, weight_dtype)
     assert model.kv_shape(16).latent_dim == 128
+
+
+def test_keys_and_values_of_different_sizes_are_refused_without_latents(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """As on a GPU, where layers expand their latents."""
+    attention.register()
+    module = AutoModelForCausalLM.from_pretrained(
+        tiny_model("deepseek_v2"), attn_implementation=attention.IMPLEMENTATION
+    )
+    with pytest.raises(UnsupportedModelError, match="latents: this needs the CPU"):
+        observe_attention(module, module.config, 512)
 
 
 def test_a_kv_budget_is_refused(load: Load) -> None:

@@ -128,10 +128,10 @@ shapes = st.sampled_from(
         Shape(torch.float16, 128, 7, 32),
         Shape(torch.bfloat16, 16, 2, 32, torch.int8),
         Shape(torch.bfloat16, 16, 2, 32, torch.float8_e4m3fn),
-        Shape(torch.float32, 16, 20, 144, None, 128, 1),
-        Shape(torch.bfloat16, 16, 4, 72, None, 64, 1),
+        Shape(torch.float32, 16, 20, 80, None, 64, 1),
+        Shape(torch.bfloat16, 16, 20, 80, None, 64, 1),
         Shape(torch.float32, 24, 34, 28, torch.int8, 20, 1),
-        Shape(torch.bfloat16, 16, 3, 48, torch.float8_e4m3fn, 32, 1),
+        Shape(torch.bfloat16, 16, 20, 80, torch.float8_e4m3fn, 64, 1),
     ]
 )
 
@@ -285,6 +285,8 @@ def test_rows_of_latents_need_the_size_of_a_latent() -> None:
     heads = make_case([(4, 2)])
     with pytest.raises(ValueError, match="rows of latents have one part and one head"):
         ops.paged_attention(heads.query, heads.kv_layer, heads.metadata, scale=1.0, latent_dim=16)
+    with pytest.raises(ValueError, match="only the CPU has a kernel for latents"):
+        ops.paged_attention(case.query, case.kv_layer.to("meta"), case.metadata, scale=1.0, latent_dim=32)
 
 
 def test_wrong_keys_are_refused() -> None:

@@ -69,6 +69,7 @@ def answers(llm: LLM) -> list[Any]:
         ("llama", {}, "float32", (2, 4)),
         ("qwen2", {"tie_word_embeddings": True}, "bfloat16", (2,)),
         ("gemma2", {}, "float32", (3,)),
+        ("youtu", {"num_key_value_heads": 8, "head_dim": 16}, "float32", (2,)),
     ],
 )
 def test_any_number_of_ranks_gives_the_same_bits(
