@@ -31,9 +31,9 @@ class Phase(StrEnum):
         phase.text = text
         return phase
 
-    ADMIT = "admit", "From arrival until the limits, the tenant's own among them, let the request in."
-    TOKENIZE = "tokenize", "From there until the prompt is tokenized and every parameter checked."
-    LOOKUP = "lookup", "The index is asked who holds the prompt's blocks."
+    ADMIT = "admit", "From arrival until the limits of the router and the tenant admit the request."
+    TOKENIZE = "tokenize", "From there until the prompt is tokenized and every parameter is checked."
+    LOOKUP = "lookup", "The index is asked which workers have the prompt's blocks."
     CHOOSE = "choose", "The policy chooses the workers."
     ACCEPT = "accept", "From the call to the decode worker until it has promised to take the blocks."
     PULL = "pull", "Blocks are copied from a peer before the rest is computed."
@@ -43,13 +43,13 @@ class Phase(StrEnum):
     )
     PREFILL_COMPUTE = (
         "prefill_compute",
-        "From there until the last of them is computed, and the first token drawn.",
+        "From there until the last of them is computed and the first token is sampled.",
     )
     CREDIT_WAIT = (
         "credit_wait",
-        "After the prompt was computed: the decode worker has no room for the blocks that are left.",
+        "After the prompt is computed: the wait for room in the decode worker.",
     )
-    TRANSFER = "transfer", "After the prompt was computed: the rest of the push, up to its acknowledgement."
+    TRANSFER = "transfer", "After the prompt is computed: the rest of the push, up to its acknowledgement."
     DECODE_QUEUE = "decode_queue", "From the commit until the scheduler admits the sequence."
     FIRST_DECODE_STEP = "first_decode_step", "From there to the decode worker's first token."
 
