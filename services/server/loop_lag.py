@@ -24,7 +24,7 @@ class LoopLagMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.lag = Histogram(
             "quire_event_loop_lag_seconds",
-            "How much later than asked the event loop wakes a sleeper, four times a second.",
+            "Delay of the event loop, measured four times a second.",
             buckets=_SECONDS,
             registry=registry,
         )
