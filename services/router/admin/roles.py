@@ -39,7 +39,7 @@ class RoleMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.changes = Counter(
             "quire_role_changes_total",
-            "Changes of a worker's role by this router, by the new role and the cause.",
+            "Roles that this router changed, by the new role and the cause.",
             ["role", "cause"],
             registry=registry,
         )

@@ -75,7 +75,7 @@ class RouterMetrics:
             registry, "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
         )
         self.prompt_tokens_predicted = _counter(
-            registry, "prompt_tokens_predicted", "Prompt tokens whose KV the index had promised."
+            registry, "prompt_tokens_predicted", "Prompt tokens that were cached according to the index."
         )
         self.generation_tokens = _counter(
             registry, "generation_tokens", "Tokens of answers, also of those that best_of does not return."
