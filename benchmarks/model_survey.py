@@ -1,23 +1,28 @@
 """Tests with tiny random models whether quire serves each causal architecture of transformers, also on ranks.
 
-    python -m quire.benchmarks.model_survey
+    python -m quire.benchmarks.model_survey --page docs/models.md
     python -m quire.benchmarks.model_survey llama mixtral --ranks 2,3,4
 
-A model is served if it gives the greedy tokens of transformers' ``generate``. With ``--ranks``, models that
-four ranks can divide instead answer prompts in one process and on each number of ranks. Tokens and logprobs
-must be equal to the last bit.
+A model is served if it gives the greedy tokens of ``generate``. The survey fails if a model gets
+other tokens, if it lacks a kind of layer that published models have, or if there is neither a model nor a
+reason why not. With ``--ranks``, models that four ranks can divide instead answer prompts in one process and
+on each number of ranks. Tokens and logprobs must be equal to the last bit.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,6 +32,17 @@ from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.random_llamas import byte_tokenizer
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
+from quire.benchmarks.model_sizes import (
+    KINDS,
+    NUM_LAYERS,
+    OTHER_TOKENS,
+    OVERRIDES,
+    REASONS,
+    SIZES,
+    UNTRIED,
+    WINDOW,
+)
+from quire.benchmarks.models_page import Result, Status, write_page
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.loader import load_model
 from quire.llm import LLM
@@ -36,51 +52,6 @@ from quire.settings.setting import SettingError
 
 MAX_PARAMETERS = 30_000_000
 PROMPT_TOKENS, NEW_TOKENS = 90, 24
-
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    # Longer than the prompts of the check at load, shorter than the prompts of the survey.
-    "sliding_window": 48,
-    "use_sliding_window": True,
-    "max_window_layers": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-    # Other names of these values in some architectures.
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 512,
-    "n_inner": 96,
-    "d_model": 64,
-    "n_heads": 4,
-    "n_layers": 2,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-    "rotary_dim": 16,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96,
-    "is_decoder": True,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-
 
 RANK_SIZES = {
     **SIZES,
@@ -103,37 +74,75 @@ class Options:
 
     names: Annotated[tuple[str, ...], "architectures; all if none is named"]
     ranks: Annotated[tuple[int, ...], "numbers of ranks to compare with one process"] = ()
+    page: Annotated[Path | None, "the page to write the results to"] = None
 
 
-class TooLargeError(Exception):
-    """The architecture has other names for sizes."""
+class NotTinyError(Exception):
+    """There is no tiny model that stands for the architecture; the message says why."""
 
 
-def make_tiny_model(name: str, sizes: Mapping[str, object] = SIZES) -> PreTrainedModel:
-    """Return a random model of an architecture; sizes that it does not have are ignored.
+def make_tiny_model(name: str, sizes: Mapping[str, Any] = SIZES) -> PreTrainedModel:
+    """Return a random model of an architecture with all its kinds of layers.
 
     Raises:
-        TooLargeError: it would not be tiny.
+        NotTinyError: it would not be tiny, or would lack a kind of layer.
         Exception: the architecture's own code refuses these sizes.
     """
     config_class = CONFIG_MAPPING[name]
     default = config_class()
+    values = {**sizes, **_layer_values(name, default), **OVERRIDES.get(name, {})}
+    own = OVERRIDES.get(name, {})
     config: PreTrainedConfig = config_class(
-        **{key: value for key, value in sizes.items() if hasattr(default, key)}
+        **{key: value for key, value in values.items() if key in own or _is_settable(default, key)}
     )
+    if lacking := _kinds(name, default) - set(_layer_types(config)):
+        raise NotTinyError(f"the tiny model lacks layers of type {sorted(lacking)}")
     with torch.device("meta"):
-        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
-    if size > MAX_PARAMETERS:
-        raise TooLargeError(f"{size:,} parameters")
+        model = AutoModelForCausalLM.from_config(config)
+    if (size := sum(each.numel() for each in model.parameters())) > MAX_PARAMETERS:
+        raise NotTinyError(f"{size:,} parameters")
     torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(0.0, 0.15)
     output = model.get_output_embeddings()
     if output is not None:
         output.weight.data.normal_(0.0, 2.0)
-    return model
+    return model  # type: ignore[no-any-return]
+
+
+def _is_settable(config: PreTrainedConfig, name: str) -> bool:
+    return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+
+
+def _kinds(name: str, default: PreTrainedConfig) -> set[str]:
+    """Return the kinds of layers that the published models of an architecture have."""
+    return {*KINDS.get(name, "").split(), *_layer_types(default)}
+
+
+def _layer_types(config: Any) -> list[str]:
+    """Return the type of each layer's attention and of each layer's MLP."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or [
+        "full_attention" if window is None else "sliding_attention"
+    ]
+    return [*types, *(getattr(config, "mlp_layer_types", None) or ())]
+
+
+def _layer_values(name: str, default: PreTrainedConfig) -> dict[str, Any]:
+    """Return values with which a configuration has each kind of layer, in as few layers as possible."""
+    names = {field.name for field in fields(default)}
+    lists = {
+        each: list(dict.fromkeys([*(getattr(default, each) or ()), *added]))
+        for each, added in (("layer_types", KINDS.get(name, "").split()), ("mlp_layer_types", []))
+        if each in names
+    }
+    count = max(2, *map(len, lists.values())) if lists else 2
+    values: dict[str, Any] = {key: list(islice(cycle(types), count)) for key, types in lists.items() if types}
+    if getattr(default, "sliding_window", None):
+        values["sliding_window"] = WINDOW
+    return values | dict.fromkeys(NUM_LAYERS, count)
 
 
 def generated_by_transformers(model: Any, prompt: torch.Tensor) -> list[int]:
@@ -163,21 +172,32 @@ def generated_by_quire(folder: str, prompt: torch.Tensor) -> list[int]:
     return sequence.token_ids[len(prompt) :]
 
 
-def served(name: str) -> str:
+def served(name: str) -> Result:
     """Return whether an architecture is served with correct tokens, or the reason why not."""
+    if name in UNTRIED:
+        return Result(Status.UNTRIED, UNTRIED[name])
+    text = CONFIG_MAPPING[name]().get_text_config().model_type
+    if text != name and CONFIG_MAPPING[name].sub_configs:
+        also = f"; its text model is `{text}`" if text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
+        return Result(Status.UNTRIED, f"has an image or audio part{also}")
     try:
         model = make_tiny_model(name)
         prompt = torch.randint(3, model.config.get_text_config().vocab_size, (PROMPT_TOKENS,))
         expected = generated_by_transformers(model, prompt)
     except Exception as error:  # whatever the architecture's own code has against the sizes
-        return f"not tried: {_first_line(error)}"
+        return Result(Status.FAILED, _first_line(error))
     with TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         try:
             tokens = generated_by_quire(folder, prompt)
         except UnsupportedModelError as error:
-            return f"refused: {error}"
-    return "served" if tokens == expected else "WRONG TOKENS"
+            reason = next(
+                (reason for pattern, reason in REASONS.items() if re.search(pattern, str(error))), ""
+            )
+            return Result(Status.REFUSED if reason else Status.FAILED, reason or str(error))
+    if name in OTHER_TOKENS:
+        return Result(Status.OTHER_TOKENS, OTHER_TOKENS[name])
+    return Result(Status.SERVED) if tokens == expected else Result(Status.FAILED, "WRONG TOKENS")
 
 
 def answers(folder: Path, num_ranks: int) -> list[Any]:
@@ -191,27 +211,27 @@ def answers(folder: Path, num_ranks: int) -> list[Any]:
         return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
-def divided(name: str, numbers: Sequence[int]) -> str:
+def divided(name: str, numbers: Sequence[int]) -> Result:
     """Return whether all numbers of ranks give the same bits as one process, or the reason why not."""
     try:
         model = make_tiny_model(name, RANK_SIZES)
     except Exception as error:  # whatever the architecture's own code has against the sizes
-        return f"not tried: {_first_line(error)}"
+        return Result(Status.UNTRIED, _first_line(error))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         try:
             expected = answers(Path(folder), 1)
         except UnsupportedModelError as error:
-            return f"not served: {_first_line(error)}"
+            return Result(Status.REFUSED, f"also in one process: {_first_line(error)}")
         for number in numbers:
             try:
                 found = answers(Path(folder), number)
             except (UnsupportedModelError, SettingError) as error:
-                return f"refused: {_first_line(error)}"
+                return Result(Status.REFUSED, _first_line(error))
             if found != expected:
-                return f"OTHER BITS on {number} ranks"
-    return "same bits"
+                return Result(Status.FAILED, f"OTHER BITS on {number} ranks")
+    return Result(Status.SERVED)
 
 
 def _first_line(error: Exception) -> str:
@@ -223,15 +243,25 @@ def main(options: Options) -> Report:
     """Try the architectures."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rows, kinds = [], dict[str, list[str]]()
+    results = {}
     for name in options.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        result = divided(name, options.ranks) if options.ranks else served(name)
-        show_progress(f"{name}: {result}")
-        rows.append({"architecture": name, "result": result})
-        kinds.setdefault(result.partition(":")[0], []).append(name)
-    counts = ", ".join(f"{kind}: {len(names)}" for kind, names in kinds.items())
+        results[name] = divided(name, options.ranks) if options.ranks else served(name)
+        show_progress(f"{name}: {': '.join(filter(None, results[name]))}")
+    if options.page:
+        write_page(options.page, results, transformers.__version__)
+    rows = [
+        {"architecture": name, "result": f"{each.status}: {each.reason}"} for name, each in results.items()
+    ]
+    counts = Counter(each.status for each in results.values())
     columns = {"architecture": "{architecture}", "result": "{result}"}
-    return Report([table("Architectures of transformers", rows, columns), counts], {"architectures": kinds})
+    return Report(
+        [
+            table("Architectures of transformers", rows, columns),
+            ", ".join(f"{status}: {count}" for status, count in counts.items()),
+        ],
+        {"architectures": results},
+        is_failed=Status.FAILED in counts,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""Sizes of tiny models, and the kinds of layers that they need so that a survey of them is honest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    # Other names of these values in some architectures.
+    "n_embd": 64,
+    "n_head": 4,
+    "n_positions": 512,
+    "n_inner": 96,
+    "d_model": 64,
+    "d_inner": 96,
+    "d_head": 16,
+    "n_heads": 4,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "word_embed_proj_dim": 64,
+    "rotary_dim": 16,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "num_decoder_attention_heads": 4,
+    "is_decoder": True,
+    # Experts.
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # Latent attention. As in most published models, keys are larger than values.
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    # Layers with state.
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "n_mamba_heads": 4,
+}
+"""Values of a configuration. An architecture ignores those that it does not have."""
+
+NUM_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
+"""Names of the number of layers."""
+
+WINDOW = 48
+"""Tokens of a window: more than the prompts of the check at load have, and fewer than those of the survey."""
+
+KINDS: Mapping[str, str] = {
+    "lfm2": "conv full_attention",
+    "lfm2_moe": "conv full_attention",
+    "granitemoehybrid": "linear_attention full_attention",
+    "bamba": "linear_attention full_attention",
+    "ministral": "sliding_attention full_attention",
+}
+"""Kinds of layers of published models where those of the default configuration are fewer."""
+
+_FULL_HEADS = {"num_key_value_heads": 4}
+_PER_LAYER_INPUTS = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16}
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(
+        (
+            *("deepseek_v2", "deepseek_v3", "deepseek_v32", "axk1", "axk2", "minicpm3", "youtu"),
+            *("glm_moe_dsa", "dots3_note_text", "bailing_hybrid"),
+        ),
+        _FULL_HEADS,
+    ),
+    "bamba": {"attn_layer_indices": [1]},
+    "dbrx": {
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        **_PER_LAYER_INPUTS,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": 0.0,
+    },
+    "gemma4_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
+    "gemma4_unified_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
+    "glm4_moe_lite": {**_FULL_HEADS, "v_head_dim": 32},
+    "gpt_neo": {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "kimi_linear": {**_FULL_HEADS, "q_lora_rank": None},
+    "lfm2_moe": {"num_dense_layers": 1},
+    "longcat_flash": {**_FULL_HEADS, "moe_topk": 2, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
+    "qwen4_exp_text": {"ngram_vocab_size_base": 100, "split_ngram_parts": 1, "hc_lowrank": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
+    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "attention_head_size": 16},
+    "xlstm": {"num_heads": 4},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "use_mamba_kernels": False},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "use_mamba_kernels": False},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+}
+"""Values that only this architecture needs."""
+
+_ASSISTANT = "drafts tokens for another model, and reads its keys and values"
+_AUDIO = "generates or reads audio, and no text continues its prompts"
+UNTRIED: Mapping[str, str] = {
+    "blt": "reads bytes in patches, which a second model chooses",
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
+    "git": "has an image part",
+    "moss_transcribe_diarize": _AUDIO,
+    "musicgen": _AUDIO,
+    "musicgen_melody": _AUDIO,
+    "phi4_multimodal": "has an image and an audio part",
+}
+"""Architectures without a tiny model, and why."""
+
+OTHER_TOKENS: Mapping[str, str] = dict.fromkeys(
+    ("moshi", "whisper"),
+    "the logits are equal, but `generate` of this architecture does not continue the prompt",
+)
+"""Architectures that are served, and whose tokens ``generate`` does not give."""
+
+REASONS: Mapping[str, str] = {
+    "no layer that calls|cannot load|did not pass paged_step": (
+        "attention does not go through transformers' attention interface, or drops its arguments"
+    ),
+    "keep no paged KV cache": (
+        "layers keep state other than keys and values (linear, state-space, indexed or compressed attention)"
+    ),
+    "something that attention does not see": (
+        "logits differ with paged attention, because the model keeps state that attention does not see"
+    ),
+    "paged attention would see other tokens|masks": "attention masks are not a causal window of the layer",
+    "each must call it once": "a layer calls attention more than once",
+    "differ in shape": "keys and values differ in size, or layers do (latent attention)",
+    "cannot run with another attention|cannot run with eager": "the model runs only with its own attention",
+}
+"""What a user needs to know about a refusal, by a pattern of its message."""
