@@ -68,6 +68,17 @@ SIZES: Mapping[str, Any] = {
 }
 """Values of a configuration. An architecture ignores those that it does not have."""
 
+PART_SIZES: Mapping[str, Any] = {
+    **SIZES,
+    "depth": 2,
+    "embed_dim": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "image_size": 32,
+    "patch_size": 16,
+}
+"""Values of the parts of a model that read images or audio."""
+
 NUM_LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -101,19 +112,33 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         _FULL_HEADS,
     ),
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+        }
+    },
     "dbrx": {
         "max_seq_len": 512,
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dots3_note_text": {
+        **_FULL_HEADS,
+        **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 32 for name in ("q_lora_rank", "kv_lora_rank", "head_dim")},
+        **{f"swa_{name}": 16 for name in ("qk_nope_head_dim", "v_head_dim")},
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {
         **_PER_LAYER_INPUTS,
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "laurel_rank": 8,
-        "activation_sparsity_pattern": 0.0,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
     "gemma4_unified_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
@@ -124,10 +149,20 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"num_dense_layers": 1},
     "longcat_flash": {**_FULL_HEADS, "moe_topk": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
-    "qwen4_exp_text": {"ngram_vocab_size_base": 100, "split_ngram_parts": 1, "hc_lowrank": 16},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "qwen4_exp_text": {
+        "ngram_vocab_size_base": 100,
+        "split_ngram_parts": 1,
+        "hc_lowrank": 16,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": WINDOW},
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "attention_head_size": 16},
-    "xlstm": {"num_heads": 4},
+    "xlstm": {"num_heads": 4, "hidden_size": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "use_mamba_kernels": False},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "use_mamba_kernels": False},
@@ -141,24 +176,23 @@ UNTRIED: Mapping[str, str] = {
     "blt": "reads bytes in patches, which a second model chooses",
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
+    "gemma3n": "its image part needs the package timm; its text model is `gemma3n_text`",
     "git": "has an image part",
+    "moshi": _AUDIO,
     "moss_transcribe_diarize": _AUDIO,
     "musicgen": _AUDIO,
     "musicgen_melody": _AUDIO,
     "phi4_multimodal": "has an image and an audio part",
+    "whisper": _AUDIO,
 }
 """Architectures without a tiny model, and why."""
-
-OTHER_TOKENS: Mapping[str, str] = dict.fromkeys(
-    ("moshi", "whisper"),
-    "the logits are equal, but `generate` of this architecture does not continue the prompt",
-)
-"""Architectures that are served, and whose tokens ``generate`` does not give."""
 
 REASONS: Mapping[str, str] = {
     "no layer that calls|cannot load|did not pass paged_step": (
         "attention does not go through transformers' attention interface, or drops its arguments"
     ),
+    "encoder-decoder": "it has an encoder and a decoder",
+    "chunked_attention": "layers attend within chunks",
     "keep no paged KV cache": (
         "layers keep state other than keys and values (linear, state-space, indexed or compressed attention)"
     ),
@@ -166,7 +200,7 @@ REASONS: Mapping[str, str] = {
         "logits differ with paged attention, because the model keeps state that attention does not see"
     ),
     "paged attention would see other tokens|masks": "attention masks are not a causal window of the layer",
-    "each must call it once": "a layer calls attention more than once",
+    "each must call it once": "layers call attention more than once, or not at all",
     "differ in shape": "keys and values differ in size, or layers do (latent attention)",
     "cannot run with another attention|cannot run with eager": "the model runs only with its own attention",
 }

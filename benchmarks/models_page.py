@@ -23,7 +23,6 @@ class Status(StrEnum):
 
     SERVED = "served"
     REFUSED = "refused"
-    OTHER_TOKENS = "not comparable"
     UNTRIED = "not tried"
     FAILED = "FAILED"
 

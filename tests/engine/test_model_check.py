@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.benchmarks.model_survey import SIZES, make_tiny_model
+from quire.benchmarks.model_sizes import SIZES
+from quire.benchmarks.model_survey import make_tiny_model
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights import loader as model_loader
 from quire.engine.weights.loader import load_model

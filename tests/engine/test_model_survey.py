@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.benchmarks import model_survey
+from quire.benchmarks import model_sizes
 from quire.benchmarks.model_survey import make_tiny_model, served
 from quire.benchmarks.models_page import Result, Status, write_page
 
@@ -29,7 +29,7 @@ def test_the_page_says_what_the_survey_finds(architecture: str) -> None:
 
 
 def test_a_model_without_a_kind_of_layer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model_survey.OVERRIDES, "gemma2", {"layer_types": ["sliding_attention"] * 2})  # type: ignore[arg-type]
+    monkeypatch.setitem(model_sizes.OVERRIDES, "gemma2", {"layer_types": ["sliding_attention"] * 2})
     result = served("gemma2")
     assert result.status is Status.FAILED
     assert "lacks layers of type ['full_attention']" in result.reason
