@@ -149,6 +149,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"num_dense_layers": 1},
     "longcat_flash": {**_FULL_HEADS, "moe_topk": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
+    "mimo_v2_flash": {"v_head_dim": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "qwen4_exp_text": {
         "ngram_vocab_size_base": 100,
@@ -201,7 +202,6 @@ REASONS: Mapping[str, str] = {
     ),
     "paged attention would see other tokens|masks": "attention masks are not a causal window of the layer",
     "each must call it once": "layers call attention more than once, or not at all",
-    "differ in shape": "keys and values differ in size, or layers do (latent attention)",
     "cannot run with another attention|cannot run with eager": "the model runs only with its own attention",
 }
 """What a user needs to know about a refusal, by a pattern of its message."""

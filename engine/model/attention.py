@@ -6,6 +6,7 @@ gets the step's block tables and the KV memory as keyword arguments, so there is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,31 +53,74 @@ def attend(
         query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
         key: ``[1, num_kv_heads, num_tokens, head_dim]``; with latent attention ``[1, 1, num_tokens, size]``,
             rows of a latent and a rotated key.
-        value: like ``key``; with latent attention, the latents.
+        value: like ``key``, perhaps with another ``head_dim``; with latent attention, the latents.
 
     Returns:
-        The output ``[1, num_tokens, num_heads, head_dim]``, and None for the attention weights.
+        The output ``[1, num_tokens, num_heads, head_dim of value]``, and None for the attention weights.
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
     metadata, layers, scales = paged_step
     layer: int = module.layer_idx  # type: ignore[assignment]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     kv_layer, kv_scales = layers[layer], scales[layer]
     expansion = latent_expansion(module)
+    value_dim = value.shape[-1]
+    if expansion is None:
+        query, key, value = _padded(query, key, value)
+        kv_layer, kv_scales = _own_part(kv_layer, kv_scales, key.shape[1], key.shape[-1])
     queries = query[0].transpose(0, 1)
     ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv_layer, metadata.slot_mapping, kv_scales)
     output = ops.paged_attention(
         queries if expansion is None else expansion.queries(queries),
         kv_layer,
         metadata,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scaling,
         sliding_window=sliding_window,
         logit_softcap=softcap,
         sinks=s_aux,
         kv_scales=kv_scales,
         latent_dim=None if expansion is None else expansion.latent_dim,
     )
-    return (output if expansion is None else expansion.values(output))[None], None
+    output = output[..., :value_dim] if expansion is None else expansion.values(output)
+    return output[None], None
+
+
+def _padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Append zeros to heads until those of keys and of values have one size."""
+    if key.shape[-1] == value.shape[-1]:
+        return query, key, value
+    size = max(key.shape[-1], value.shape[-1])
+    return tuple(torch.nn.functional.pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
+
+
+def _own_part(
+    kv_layer: torch.Tensor, scales: torch.Tensor | None, num_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the beginning of each block's part of a layer whose heads are not shaped like the largest."""
+    num_blocks, _, _, block_size, _ = kv_layer.shape
+    shape = (num_blocks, 2, num_heads, block_size, head_dim)
+    if kv_layer.shape == shape:
+        return kv_layer, scales
+    strides = (*kv_layer.stride()[:2], block_size * head_dim, head_dim, 1)
+    return kv_layer.as_strided(shape, strides), None if scales is None else scales[:, :, :num_heads]
+
+
+def pass_step_to(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+    """Pass the step of a model's call to attention layers whose callers drop it."""
+    if not layers:
+        return
+    steps: list[object] = [None]
+
+    def keep(_: object, __: object, options: dict[str, Any]) -> None:
+        steps[0] = options.get("paged_step")
+
+    def add(_: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, {**options, "paged_step": steps[0]}
+
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    for layer in layers:
+        layer.register_forward_pre_hook(add, with_kwargs=True)
 
 
 def register() -> None:

@@ -30,6 +30,7 @@ from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
 _OBSERVER = "quire_observer"
+_ANY_STEP = object()
 _BLOCK_SIZE = 16
 _FIRST_CHUNK, _PROMPT, _OTHER_PROMPT = 23, 40, 20
 _MOST_POSITIONS = 8192
@@ -71,9 +72,11 @@ class AttentionCall(NamedTuple):
 
 
 class KvHeads(NamedTuple):
-    """The shape of the keys and values of a token in each layer, and how each layer calls attention.
+    """The shape of the keys and values of a token, and how each layer calls attention.
 
     Attributes:
+        num_kv_heads, head_dim: those of the memory of a layer, which is large enough for each layer.
+        are_alike: whether all keys and values have this shape.
         latent_dim: elements of a latent, see ``KvShape``; 0 if layers keep keys and values.
     """
 
@@ -82,6 +85,7 @@ class KvHeads(NamedTuple):
     head_dim: int
     calls: tuple[AttentionCall, ...]
     latent_dim: int = 0
+    are_alike: bool = True
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -98,10 +102,12 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         num_positions: number of positions for which the layers' masks are checked.
 
     Raises:
-        UnsupportedModelError: the layers do not each call attention once, with keys and values of one shape,
-            or the mask of a layer is not its causal window.
+        UnsupportedModelError: the layers do not each call attention once, or the mask of a layer is not its
+            causal window.
     """
-    seen: list[tuple[int, torch.Size, torch.Size]] = []
+    layers: list[torch.nn.Module] = []
+    dropping: list[torch.nn.Module] = []
+    seen: list[tuple[torch.Size, torch.Size]] = []
     latent_dims: list[int] = []
     calls: list[AttentionCall] = []
     masks: list[object] = []
@@ -118,8 +124,11 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
+        paged_step: object = None,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
+        if paged_step is None:
+            dropping.append(layer)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         calls.append(AttentionCall(sliding_window, scale, softcap, s_aux))
         masks.append(attention_mask)
@@ -128,7 +137,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         value_shape = value.shape if expansion is None else key.shape
         if hasattr(layer, "expand_kv") and value_shape != key.shape:
             raise UnsupportedModelError(_NEEDS_LATENTS)
-        seen.append((getattr(layer, "layer_idx", -1), key.shape, value_shape))
+        layers.append(layer)
+        seen.append((key.shape, value_shape))
         latent_dims.append(0 if expansion is None else expansion.latent_dim)
         size = value.shape[-1] if expansion is None else expansion.value_dim
         return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], size)), None
@@ -140,8 +150,10 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         refusing("cannot run with another attention"),
         torch.inference_mode(),
     ):
-        module(input_ids=torch.zeros((1, 1), dtype=torch.long, device=_device(module)), use_cache=False)
-    _check_calls(seen)
+        token = torch.zeros((1, 1), dtype=torch.long, device=_device(module))
+        module(input_ids=token, use_cache=False, paged_step=_ANY_STEP)
+    _number(layers)
+    attention.pass_step_to(module, dropping)
     if len(set(latent_dims)) > 1:
         raise UnsupportedModelError("only some of its layers have latent attention")
     with refusing("has attention masks that cannot be checked"):
@@ -150,25 +162,27 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
-    _, num_kv_heads, _, head_dim = seen[0][1]
-    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls), latent_dims[0])
+    sizes = {(key[1], each[3]) for key, value in seen for each in (key, value)}
+    num_kv_heads = max(heads for heads, _ in sizes)
+    head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
+    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls), latent_dims[0], len(sizes) == 1)
 
 
-def _check_calls(seen: Sequence[tuple[int, torch.Size, torch.Size]]) -> None:
-    """Raise UnsupportedModelError unless each layer calls attention once, with keys and values of one shape.
+def _number(layers: Sequence[torch.nn.Module]) -> None:
+    """Number the layers that call attention, without gaps, in their order in the memory.
 
-    Args:
-        seen: for each call, the layer's index and the shapes of its keys and values.
+    Raises:
+        UnsupportedModelError: there is no such layer, or they do not each call attention once.
     """
-    if not seen:
+    if not layers:
         raise UnsupportedModelError("the model has no layer that calls transformers' attention interface")
-    if [layer for layer, _, _ in seen] != list(range(len(seen))):
+    numbers = [getattr(layer, "layer_idx", -1) for layer in layers]
+    if numbers != sorted(set(numbers)) or numbers[0] < 0:
         raise UnsupportedModelError(
-            f"attention is called by the layers {[layer for layer, _, _ in seen]}: each must call it once"
+            f"attention is called by the layers {numbers}: each must call it once, in this order"
         )
-    shapes = {(tuple(key), tuple(value)) for _, key, value in seen}
-    if len(shapes) > 1 or any(key != value for key, value in shapes):
-        raise UnsupportedModelError(f"keys and values differ in shape, within or between layers: {shapes}")
+    for number, layer in enumerate(layers):
+        layer.layer_idx = number  # type: ignore[assignment]
 
 
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:
@@ -268,7 +282,7 @@ def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
 
 
 def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemory:
-    num_layers, num_kv_heads, head_dim, _, latent_dim = heads
+    num_layers, num_kv_heads, head_dim, _, latent_dim, _ = heads
     shape = KvShape(num_layers, num_kv_heads, _BLOCK_SIZE, head_dim, dtype_name(dtype), latent_dim=latent_dim)
     return KvMemory(shape, 6, device)
 

@@ -418,6 +418,8 @@ def find_recipe(
 
 
 def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
+    if not heads.are_alike:
+        raise NoRecipeError("its keys and values, or its layers, differ in shape")
     dtype, stored = _dtype(recipe), recipe.head.packed.stored
     for layer in recipe.layers:
         linears = (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)

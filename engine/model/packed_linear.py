@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -68,6 +69,21 @@ class PackedEmbedding(torch.nn.Module):
         """Return ``[*token_ids.shape, hidden_size]``."""
         vectors = self.packed.rows(token_ids)
         return vectors if self.scale == 1.0 else vectors * self.scale
+
+    @property
+    def weight(self) -> _Rows:
+        """The weight, for models that read rows of it themselves."""
+        return _Rows(self.packed)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a packed weight, unpacked when they are read as ``rows[index, :]``."""
+
+    packed: PackedWeight
+
+    def __getitem__(self, index: tuple[int, slice]) -> torch.Tensor:
+        return self.packed.rows(torch.tensor(index[0]))
 
 
 def pack_linear_layers(

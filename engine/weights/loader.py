@@ -32,6 +32,7 @@ from quire.models.file_checks import read_object
 from quire.models.source import GENERATION_CONFIG, find_model
 from quire.settings.setting import SettingError
 
+_ORIGINAL = "original_max_position_embeddings"
 UNLIMITED = 1 << 20
 """Most tokens of a sequence if the model sets no limit, for example because it has no positions."""
 
@@ -127,7 +128,7 @@ def load_model(
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    max_position_embeddings = getattr(text_config, "max_position_embeddings", UNLIMITED)
+    max_position_embeddings = most_positions(text_config)
     with KernelFunctions():
         if collectives is None:
             module, digest, plan = _load_whole(folder, dtype, device, weight_dtype, arithmetic)
@@ -182,6 +183,8 @@ def _kv_heads(
     """Return how many KV heads a block contains, and this rank's heads; None means all of them."""
     if collectives is None or plan.attention is None:
         return heads.num_kv_heads, None
+    if not heads.are_alike:
+        raise UnsupportedModelError("ranks cannot divide layers whose keys and values differ in shape")
     own = plan.attention.own_kv_heads(collectives.rank, collectives.num_ranks)
     return plan.attention.num_kv_heads, own
 
@@ -286,18 +289,19 @@ def check_supported(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
-    if rope_types := _rope_types(config) & {"dynamic", "longrope"}:
-        raise UnsupportedModelError(
-            f"{name}: rope type {min(rope_types)!r} rotates by the longest sequence of the batch, "
-            "so cached keys would depend on other requests"
-        )
 
 
-def _rope_types(config: Any) -> set[str]:
-    """Return the types of all layers' ropes, whose parameters may be nested by the type of the layer."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    return {str(each.get("rope_type", each.get("type", "default"))) for each in parts}
+def most_positions(config: Any) -> int:
+    """Return how many positions a model has.
+
+    A rope of type ``longrope`` turns all keys differently once a sequence of the batch is longer than the
+    original positions. The model therefore has only these.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    limits: list[int] = [getattr(config, "max_position_embeddings", UNLIMITED)]
+    limits += [each[_ORIGINAL] for each in ropes if each.get("rope_type") == "longrope"]
+    return min(limits)
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

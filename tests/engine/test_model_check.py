@@ -21,9 +21,7 @@ from quire.engine.weights.loader import load_model
     [
         ("mamba", "layers of type \\['linear_attention'\\] keep no paged KV cache"),
         ("bloom", "no layer that calls transformers' attention interface"),
-        ("stablelm", "did not pass paged_step on"),
         ("diffllama", "called by the layers \\[0, 0, 1, 1\\]"),
-        ("mimo_v2_flash", "keys and values differ in shape"),
         ("deepseek_v32", "layers of type \\['indexed_attention'\\] keep no paged KV cache"),
         ("doge", "gives attention masks of its own"),
         ("gptj", "transformers cannot load"),
@@ -32,14 +30,6 @@ from quire.engine.weights.loader import load_model
 def test_it_is_refused(architecture: str, reason: str, tmp_path: Path) -> None:
     make_tiny_model(architecture).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
-        load_model(str(tmp_path), "float32", torch.device("cpu"))
-
-
-def test_rope_by_the_longest_sequence_is_refused(tmp_path: Path) -> None:
-    model = make_tiny_model("llama")
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="rope type 'dynamic' rotates by the longest sequence"):
         load_model(str(tmp_path), "float32", torch.device("cpu"))
 
 
@@ -66,16 +56,24 @@ def save_nested_longrope(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_nested_rope_by_the_longest_sequence_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="rope type 'longrope' rotates by the longest sequence"):
-        load_model(save_nested_longrope(tmp_path), "float32", torch.device("cpu"))
+def test_a_rope_that_changes_after_its_original_positions_has_only_these(tmp_path: Path) -> None:
+    model = load_model(save_nested_longrope(tmp_path), "float32", torch.device("cpu"))
+    assert model.max_position_embeddings == LONGROPE["original_max_position_embeddings"]
+
+
+def test_a_dynamic_rope_has_all_its_positions(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", SHARED)
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model.save_pretrained(tmp_path)
+    positions = load_model(str(tmp_path), "float32", torch.device("cpu")).max_position_embeddings
+    assert positions == SIZES["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_finds_values_that_depend_on_the_longest_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(model_loader, "check_supported", lambda config: None)
+    monkeypatch.setattr(model_loader, "most_positions", lambda config: config.max_position_embeddings)
     with pytest.raises(UnsupportedModelError, match="depends on the longest sequence of the batch"):
         load_model(save_nested_longrope(tmp_path), dtype, torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from quire.benchmarks.models_page import Result, Status, write_page
 MOST_USED = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "gemma2"),
     *("gemma3_text", "gemma4_text", "phi3", "gpt_oss", "deepseek_v3", "glm4", "glm4_moe", "granitemoehybrid"),
-    *("olmo2", "cohere2", "lfm2"),
+    *("olmo2", "cohere2", "lfm2", "stablelm", "mllama"),
 )
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
