@@ -216,7 +216,7 @@ def _calls_replaced_functions(kind: type[torch.nn.Module]) -> bool:
     """Return whether the code of a module, which is none of quire's, names functions that kernels replace."""
     if kind.__module__.startswith("quire."):
         return False
-    methods = [each for each in (kind.forward, *vars(kind).values()) if inspect.isfunction(each)]
+    methods = [each for base in kind.__mro__ for each in vars(base).values() if inspect.isfunction(each)]
     return any(_NAMES & set(inspect.unwrap(each).__code__.co_names) for each in methods)
 
 

@@ -70,6 +70,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("YoutuConfig", _LATENT),
     "gpt_oss": ("GptOssConfig", {**_GROUPED, "sliding_window": 24, "num_local_experts": 4}),
     "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 5}),
+    "phimoe": (
+        "PhimoeConfig",
+        {**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 5},
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS}),
     "glm4_moe": ("Glm4MoeConfig", {**_GROUPED, **_EXPERTS, **_GROUPS}),
     "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_EXPERTS, **_GROUPS}),
