@@ -23,7 +23,7 @@ SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_
 """Settings that the router and the workers of a local stack have in common."""
 
 STACK_WORKER = OptionRules(
-    fixed={"role": "decode"},
+    fixed={"role": "decode", "kv_events": None},  # each worker would need its own address
     omitted=(
         *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
         "port",

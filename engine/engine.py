@@ -33,6 +33,7 @@ from quire.engine.scheduling.step_results import StepResults
 from quire.engine.scheduling.swapping import Swapping
 from quire.engine.scheduling.transfers import Transfers
 from quire.engine.sequences.block_tables import BlockTables
+from quire.engine.sequences.block_tokens import Describe
 from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import (
@@ -53,6 +54,7 @@ class EngineParts:
 
     Attributes:
         listener: is notified when blocks become cached and when they are evicted.
+        describe: is told the tokens of cached blocks; ``listener`` is then notified of their removal.
         swap_memory: host blocks for preempted groups; None means that there are none.
         host_cache: keeps the blocks that the pool evicts; None means that they are discarded.
         disk_cache: keeps the blocks that the host cache evicts; needs a host cache.
@@ -63,6 +65,7 @@ class EngineParts:
     """
 
     listener: BlockListener | None = None
+    describe: Describe | None = None
     swap_memory: KvMemory | None = None
     host_cache: HostCache | None = None
     disk_cache: DiskCache | None = None
@@ -128,7 +131,13 @@ class Engine:
         self.pins = BlockPins(self.pool, parts.clock)
         self.swap_space = SwapSpace(parts.swap_memory.num_blocks if parts.swap_memory else 0)
         self.tables = tables = BlockTables(
-            self.pool, config.block_size, hash_block, model.window, config.max_num_batched_tokens, self.tiers
+            self.pool,
+            config.block_size,
+            hash_block,
+            model.window,
+            config.max_num_batched_tokens,
+            self.tiers,
+            parts.describe,
         )
         self.queues = queues = GroupQueues(self.pool)
         self._swap_cost = SwapCost(memory.shape.block_bytes)

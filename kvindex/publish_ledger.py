@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
+from typing import NamedTuple
 
 MAX_EVICTIONS = 1 << 18
 """Most pending evictions. With more, beginning a new epoch is cheaper than applying them."""
+
+
+class BlockContent(NamedTuple):
+    """What the hash of a block was computed from.
+
+    Attributes:
+        parent_hash: hash of the block before it; the root hash of its scope if it begins a prompt.
+        token_ids: the block's tokens.
+        begins_prompt: whether there is no block before it.
+    """
+
+    parent_hash: bytes
+    token_ids: array[int]
+    begins_prompt: bool
 
 
 class PublishLedger:
@@ -31,8 +47,8 @@ class PublishLedger:
         self._max_evictions = max_evictions
         self._clock = clock
         self._lock = threading.Lock()
-        # This is a dict because a set has no order.
-        self._held: dict[bytes, None] = {}
+        # The values are None in the ledger of an index that needs only hashes.
+        self._held: dict[bytes, BlockContent | None] = {}
         # The values are the times at which the changes were recorded.
         self._to_publish: dict[bytes, float] = {}
         self._to_evict: dict[bytes, float] = {}
@@ -61,7 +77,12 @@ class PublishLedger:
             since = min((next(iter(queue.values())) for queue in queues if queue), default=None)
             return 0.0 if since is None else self._clock() - since
 
-    def stored(self, block_hashes: Sequence[bytes], parent_hash: bytes | None = None) -> bool:
+    def stored(
+        self,
+        block_hashes: Sequence[bytes],
+        parent_hash: bytes | None = None,
+        contents: Sequence[BlockContent] = (),
+    ) -> bool:
         """Record consecutive blocks of a prompt as stored; return whether they are the first pending changes.
 
         Without a parent they begin a prompt.
@@ -70,10 +91,10 @@ class PublishLedger:
             was_settled, now = self.num_pending == 0, self._clock()
             if parent_hash is not None and parent_hash not in self._held:
                 return False  # Without the parent, no look-up reaches these blocks.
-            for each in block_hashes:
+            for each, content in zip_longest(block_hashes, contents):
                 if each in self._held:
                     continue
-                self._held[each] = None
+                self._held[each] = content
                 if self._is_following and self._to_evict.pop(each, None) is None:
                     self._to_publish[each] = now
             return was_settled and self.num_pending > 0
@@ -92,6 +113,12 @@ class PublishLedger:
                 self._stop()
                 return True
             return was_settled and self.num_pending > 0
+
+    def contents(self, block_hashes: Sequence[bytes]) -> list[tuple[bytes, BlockContent]]:
+        """Return those of these blocks that are still in the pool, with the content that was recorded."""
+        with self._lock:
+            found = [(each, self._held.get(each)) for each in block_hashes]
+        return [(each, content) for each, content in found if content is not None]
 
     def restart(self) -> None:
         """Begin to record changes for an index that has no entries of this worker."""

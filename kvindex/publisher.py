@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from quire.kvindex.index import UNREACHABLE, IndexFullError, IndexLease, LeaseLostError
-from quire.kvindex.publish_ledger import PublishLedger
+from quire.kvindex.publish_ledger import BlockContent, PublishLedger
 from quire.kvindex.worker_record import WorkerRecord
 
 logger = logging.getLogger("quire.kvindex")
@@ -78,6 +78,13 @@ class BlockPublisher:
         if self.ledger.removed(block_hashes):
             self._wake()
 
+    def described(self, blocks: Sequence[tuple[bytes, BlockContent]]) -> None:
+        """Record consecutive reusable blocks of a chain with their contents, instead of ``stored``."""
+        hashes, contents = [each for each, _ in blocks], [content for _, content in blocks]
+        parent_hash = None if contents[0].begins_prompt else contents[0].parent_hash
+        if self.ledger.stored(hashes, parent_hash, contents):
+            self._wake()
+
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop has closed because the worker is ending.
             self.loop.call_soon_threadsafe(self._has_changed.set)
@@ -94,7 +101,10 @@ class BlockPublisher:
         if record == self._record:
             return
         self._record = record
-        # A lease cannot change its record, so stop following; the task then joins again.
+        self.join_again()  # a lease cannot change its record
+
+    def join_again(self) -> None:
+        """Begin a new lease, and publish all blocks again."""
         self.ledger.stop()
         self._has_changed.set()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.tiers import CacheTiers
-from quire.engine.sequences.block_tokens import BlockTokens, PartialHit
+from quire.engine.sequences.block_tokens import BlockTokens, Describe, PartialHit
 from quire.engine.sequences.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
 
 _MIN_PARTIAL_HIT = 0.25
@@ -34,6 +34,7 @@ class BlockTables:
         window: how many tokens a token attends to, including itself; None means all tokens before it.
         max_step_tokens: most tokens of a step; they need blocks in addition to those of the window.
         tiers: the prefix cache below the pool; None means that there is none.
+        describe: is told the contents of cached blocks; None: nobody is.
     """
 
     pool: BlockPool
@@ -42,9 +43,10 @@ class BlockTables:
     window: int | None = None
     max_step_tokens: int = 0
     tiers: CacheTiers | None = None
+    describe: Describe | None = None
 
     def __post_init__(self) -> None:
-        self._block_tokens = BlockTokens(self.pool)
+        self._block_tokens = BlockTokens(self.pool, self.describe)
 
     # --- the cached prefix --------------------------------------------------------------------------------
 

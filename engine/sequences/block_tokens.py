@@ -11,12 +11,17 @@ Full blocks are found by hash. This file compares the tokens of the blocks that 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import takewhile
 from operator import eq
 from typing import NamedTuple
 
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.sequences.sequence import Sequence
+from quire.kvindex.publish_ledger import BlockContent
+
+Describe = Callable[[list[tuple[bytes, BlockContent]]], None]
+"""Function that is told consecutive blocks that a sequence has sealed or found in the cache."""
 
 MAX_SIBLINGS = 32
 """Number of most recently used blocks to compare after one parent. A root may have any number of children."""
@@ -34,19 +39,25 @@ class BlockTokens:
 
     Lookups skip evicted blocks, which are removed later. At most twice as many blocks are therefore known as
     the pool has.
+
+    Args:
+        pool: the blocks.
+        describe: is told the blocks that it remembers, if the pool has them; None: nobody is.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, describe: Describe | None = None) -> None:
         self._pool = pool
+        self._describe = describe
         self._siblings: dict[bytes, dict[bytes, array[int]]] = {}
         self.num_blocks = 0
         """Number of blocks whose tokens are known, evicted ones included."""
 
     def remember(self, sequence: Sequence, first: int, last: int, block_size: int) -> None:
         """Remember the tokens of a sequence's sealed blocks ``first..last - 1`` as the most recently used."""
+        described = []
         for index in range(first, last):
-            siblings = self._siblings.setdefault(sequence.parent_hash(index), {})
-            block_hash = sequence.block_hashes[index]
+            block_hash, parent_hash = sequence.block_hashes[index], sequence.parent_hash(index)
+            siblings = self._siblings.setdefault(parent_hash, {})
             token_ids = siblings.pop(block_hash, None)
             if token_ids is None:
                 token_ids = array("I", sequence.token_ids[index * block_size : (index + 1) * block_size])
@@ -55,6 +66,10 @@ class BlockTokens:
             if len(siblings) > MAX_SIBLINGS:
                 del siblings[next(iter(siblings))]
                 self.num_blocks -= 1
+            if self._describe is not None and self._pool.look_up([block_hash]):
+                described.append((block_hash, BlockContent(parent_hash, token_ids, index == 0)))
+        if self._describe is not None and described:
+            self._describe(described)
         if self.num_blocks > 2 * self._pool.num_blocks:
             self._forget_evicted()
 

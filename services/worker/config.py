@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from quire.engine.runner.lent_processors import SharedProcessors
 from quire.models.source import model_name
 from quire.rpc.loopback import REMEDY, is_loopback
 from quire.services.server.config import ServiceConfig
-from quire.settings.setting import MAX_PORT, Panel, setting
+from quire.settings.setting import MAX_PORT, Panel, is_address, setting
 
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
@@ -50,6 +51,8 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     Attributes:
         num_sharing: number of workers, itself included, that divide the memory of its GPU or machine.
         cpus: processors to run on; None: all.
+        kv_events: host:port at which it publishes KV events, by default the variable QUIRE_KV_EVENTS; it
+            replays them at the next port. None: it publishes none.
         shared_processors: the workers that lend each other these processors; None: no others.
         worker_id: name in the cluster; None makes one.
         max_step_seconds: the worker ends if its engine hangs in one step for this long and for ten times its
@@ -120,6 +123,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     )
     num_sharing: int = 1
     cpus: tuple[int, ...] | None = None
+    kv_events: str | None = field(default_factory=lambda: os.environ.get("QUIRE_KV_EVENTS") or None)
     shared_processors: SharedProcessors | None = None
     worker_id: str | None = None
     max_step_seconds: float = 60.0
@@ -137,6 +141,8 @@ class WorkerConfig(ServiceConfig, EngineConfig):
                 "--vllm-grpc needs the extra 'vllm-grpc': in quire's clone, run "
                 ".venv/bin/pip install -e '.[vllm-grpc]'"
             )
+        if self.kv_events is not None:
+            self._check_kv_events(self.kv_events)
         if self.host in WILDCARDS and self.advertise is None and self.redis_url is None:
             raise ValueError(f"others cannot connect to {self.host}: give --advertise host:port too")
         if not self.cluster_secret and not self.cluster_cert and not is_loopback(self.host):
@@ -144,6 +150,15 @@ class WorkerConfig(ServiceConfig, EngineConfig):
                 f"strangers can reach a worker on {self.host}, and without a cluster secret it serves them: "
                 f"{REMEDY}; `openssl rand -hex 32` makes one. Or use --cluster-cert, --cluster-key and "
                 "--cluster-ca, or leave --host on the loopback"
+            )
+
+    def _check_kv_events(self, address: str) -> None:
+        if not is_address(address) or address.endswith(f":{MAX_PORT}"):
+            raise ValueError(f"QUIRE_KV_EVENTS must be host:port, with a port after it; got {address!r}")
+        if not all(map(find_spec, ("zmq", "msgpack"))):
+            raise ValueError(
+                "QUIRE_KV_EVENTS needs the extra 'events': in quire's clone, run "
+                ".venv/bin/pip install -e '.[events]'"
             )
 
     @property

@@ -83,6 +83,9 @@ async def serve(
         if start.publisher is not None:
             record = partial(identity.record, start.address.result(), start.state)
             await join(start.publisher, record, start.state, start.failure, stack)
+        if start.events is not None:
+            start.events.start(identity.record(start.address.result(), start.state))
+            stack.push_async_callback(start.events.close)
         await stack.enter_async_context(in_background(engine.watch()))
         readiness = _report_readiness(server, start.state, start.publisher)
         await stack.enter_async_context(in_background(readiness))

@@ -27,6 +27,7 @@ NOT_FLAGS = {
         "role",
         "num_sharing",
         "cpus",
+        "kv_events",
         "shared_processors",
         "worker_id",
         "lease_ttl_seconds",
@@ -134,6 +135,8 @@ def test_the_docs_have_the_defaults_of_the_settings() -> None:
     ("config", "values", "message"),
     [
         (WorkerConfig, {"num_blocks": 4, "kv_memory_bytes": 9}, "give --num-blocks or --kv-memory, not both"),
+        (WorkerConfig, {"kv_events": "5557"}, "QUIRE_KV_EVENTS must be host:port"),
+        (WorkerConfig, {"kv_events": "127.0.0.1:65535"}, "with a port after it"),
         (WorkerConfig, {"max_num_seqs": 600}, "--max-num-batched-tokens (512) must be at least"),
         (WorkerConfig, {"cluster_cert": Path("c")}, "needs --cluster-cert, --cluster-key and --cluster-ca"),
         (RouterConfig, {"tls_cert": Path("c")}, "TLS needs both --tls-cert and --tls-key"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.sequences.block_tokens import MAX_SIBLINGS, BlockTokens
 from quire.engine.sequences.sequence import Sequence
+from quire.kvindex.publish_ledger import BlockContent
 from quire.sampling.params import SamplingParams
 
 
@@ -53,3 +56,24 @@ def test_remembered_tokens_are_bounded() -> None:
     assert known.num_blocks == MAX_SIBLINGS
     assert known.find(b"root", [2 * MAX_SIBLINGS - 1, 2]) is not None
     assert known.find(b"root", [0, 2]) is None
+
+
+def test_the_contents_of_blocks_are_told_each_time_they_are_used() -> None:
+    pool = BlockPool(2)
+    told: list[tuple[bytes, BlockContent]] = []
+    known = BlockTokens(pool, told.extend)
+    for _ in range(2):
+        hold(pool, known, [1, 2, 3, 4])
+        pool.free(pool.allocate(2))  # evicts it
+    assert told == [(b"root\x01\x02\x03\x04", (b"root", array("I", [1, 2, 3, 4]), True))] * 2
+
+
+def test_a_block_that_the_pool_lacks_is_not_told() -> None:
+    pool = BlockPool(2)
+    told: list[tuple[bytes, BlockContent]] = []
+    known = BlockTokens(pool, told.extend)
+    sequence = Sequence("r", [*range(8)], 8, SamplingParams(), b"root")
+    sequence.extend_hashes(4, lambda parent, tokens: parent + bytes(tokens))
+    pool.seal(pool.allocate(1)[0], sequence.block_hashes[0])
+    known.remember(sequence, 0, 2, 4)
+    assert [block_hash for block_hash, _ in told] == sequence.block_hashes[:1]

@@ -32,6 +32,7 @@ from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
+from quire.services.worker.lifecycle.kv_events import Listeners
 from quire.services.worker.lifecycle.start import Start
 from quire.services.worker.reports.metrics import (
     EngineCollector,
@@ -126,7 +127,8 @@ def _build_engine(start: Start, disk_cache: DiskCache | None) -> Engine:
         speculator = make_speculator(config, draft, model, memory, limits, block_hash)
     swap_memory = allocate_swap_space(config, memory)
     parts = EngineParts(
-        listener=start.publisher,
+        listener=start.publisher if start.events is None else Listeners(start.publisher, start.events),
+        describe=None if start.events is None else start.events.described,
         swap_memory=swap_memory,
         host_cache=_host_cache(config, memory),
         disk_cache=disk_cache,

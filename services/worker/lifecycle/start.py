@@ -13,6 +13,7 @@ from quire.kvindex.publisher import BlockPublisher
 from quire.rpc.tls import ClusterTls
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.lifecycle.kv_events import open_events
 from quire.services.worker.lifecycle.membership import open_publisher
 from quire.services.worker.lifecycle.models import Models
 from quire.services.worker.state import WorkerState
@@ -23,6 +24,8 @@ class Start:
     """The parts of a worker that each step of its start may use.
 
     Attributes:
+        publisher: publishes the worker and its blocks in Redis; None: no router finds the worker by itself.
+        events: publishes the blocks to gateways; None: that was not asked for.
         address: host:port at which others reach the worker, once the server is bound.
         failure: gets the error of an engine that fails or is given up.
         stack: undoes the steps in reverse order.
@@ -33,6 +36,7 @@ class Start:
     identity: WorkerIdentity
     registry: CollectorRegistry
     publisher: BlockPublisher | None
+    events: BlockPublisher | None
     tls: ClusterTls | None
     address: asyncio.Future[str]
     failure: asyncio.Future[EngineStoppedError]
@@ -41,7 +45,7 @@ class Start:
 
 
 def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack: AsyncExitStack) -> Start:
-    """Open the worker's connection to Redis, and prepare the parts that become known later."""
+    """Open the worker's connections to its indexes, and prepare the parts that become known later."""
     loop, registry = asyncio.get_running_loop(), CollectorRegistry()
     return Start(
         config=config,
@@ -49,6 +53,7 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         identity=identity,
         registry=registry,
         publisher=open_publisher(config, registry, stack),
+        events=open_events(config, identity, stack),
         tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
         failure=loop.create_future(),
