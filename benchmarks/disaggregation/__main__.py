@@ -141,7 +141,7 @@ def _cell(
 
 async def _run(name: str, server: Server, config: BenchConfig) -> Summary:
     async with server.turn():
-        summary = await run_bench(config, lambda: AsyncClient(server.grpc_address, timeout=600))
+        [summary] = await run_bench(config, [lambda: AsyncClient(server.grpc_address, timeout=600)])
     if summary.failures:
         raise SideFailedError(f"{name} failed: {summary.failures}")
     return summary

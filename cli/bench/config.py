@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,19 @@ class Dataset(StrEnum):
 
     RANDOM = "random"
     NOTES = "notes"
+    SHAREGPT = "sharegpt"
+    MOONCAKE = "mooncake"
+    BURSTGPT = "burstgpt"
+    AGENTS = "agents"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the requests come from a file."""
+        return self in (Dataset.SHAREGPT, Dataset.MOONCAKE, Dataset.BURSTGPT)
+
+
+LATENCIES = ("ttft", "tpot", "e2el")
+TIMED = (Dataset.MOONCAKE, Dataset.BURSTGPT, Dataset.AGENTS)
 
 
 def _load(flag: str, help: str, **more: Any) -> Any:
@@ -26,7 +41,9 @@ def _prompts(flag: str, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The load and the prompts of a benchmark; the loop is open with a ``rate``, and closed without one.
+    """The load and the prompts of a benchmark.
+
+    The loop is open with a ``rate``, or a ``trace_speed`` and a trace that has times; otherwise it is closed.
 
     Raises:
         ValueError: settings contradict each other.
@@ -38,16 +55,43 @@ class BenchConfig:
     concurrency: Annotated[
         int, _load("--concurrency", "Closed loop: this many requests under way; unused with --rate.", min=1)
     ] = 8
+    trace_speed: Annotated[
+        float | None,
+        _load("--trace-speed", "Open loop at the trace's times, this many times as fast.", min=0.001),
+    ] = None
+    rounds: Annotated[
+        int, _load("--rounds", "Parts of the requests by which --compare takes turns.", min=1)
+    ] = 5
+    goodput: Annotated[
+        list[str] | None,
+        _load("--goodput", "Limit in ms that good requests keep, as ttft:500; of ttft, tpot or e2el."),
+    ] = None
     num_requests: Annotated[int, _load("--num-requests", "Requests to measure.", min=1)] = 100
     num_warmups: Annotated[int, _load("--num-warmups", "Unmeasured requests to send first.", min=0)] = 2
     dataset: Annotated[
-        Dataset, _prompts("--dataset", "Random token ids, or the bundled demo's questions about notes.")
+        Dataset,
+        _prompts(
+            "--dataset",
+            "Random token ids, the bundled demo's questions about notes, a file in the form of ShareGPT, "
+            "Mooncake or BurstGPT, or sessions of agents.",
+        ),
     ] = Dataset.RANDOM
+    dataset_path: Annotated[
+        Path | None,
+        _prompts(
+            "--dataset-path",
+            "The file; requests that the model is too short for are left out.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
     input_len: Annotated[int, _prompts("--input-len", "Tokens of a prompt; of notes, about.", min=1)] = 256
     shared_prefix_len: Annotated[
         int, _prompts("--shared-prefix-len", "Tokens with which all random prompts begin.", min=0)
     ] = 0
-    output_len: Annotated[int, _prompts("--output-len", "Most tokens to generate.", min=1)] = 64
+    output_len: Annotated[
+        int, _prompts("--output-len", "Most tokens to generate; files have their own.", min=1)
+    ] = 64
     ignore_eos: Annotated[
         bool, _prompts("--ignore-eos", "Always generate that many, whatever the model says.")
     ] = False
@@ -55,7 +99,24 @@ class BenchConfig:
     seed: Annotated[int, _prompts("--seed", "Same seed, same prompts and arrivals.")] = 0
 
     def __post_init__(self) -> None:
+        if self.dataset.is_file != (self.dataset_path is not None):
+            raise ValueError(f"dataset-path goes with sharegpt, mooncake and burstgpt, not {self.dataset}")
+        if self.trace_speed is not None and self.dataset not in TIMED:
+            raise ValueError(f"trace-speed needs a dataset with times: {', '.join(TIMED)}")
+        if self.trace_speed is not None and self.rate is not None and self.dataset is not Dataset.AGENTS:
+            raise ValueError("rate and trace-speed both say when to send: give one of them")
+        if not self.limits_ms.keys() <= {*LATENCIES}:
+            raise ValueError(f"goodput limits are of {', '.join(LATENCIES)}; got {', '.join(self.limits_ms)}")
         if self.shared_prefix_len > self.input_len:
             raise ValueError(
                 f"shared-prefix-len ({self.shared_prefix_len}) must be within input-len ({self.input_len})"
             )
+
+    @property
+    def limits_ms(self) -> Mapping[str, float]:
+        """The limits of good requests by latency."""
+        limits = self.goodput or []
+        try:
+            return {name: float(limit) for name, limit in (each.split(":") for each in limits)}
+        except ValueError as error:
+            raise ValueError(f"goodput must look like ttft:500; got {' '.join(limits)}") from error

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from quire.cli.bench.summary import OK, RequestRecord
 from quire.cli.bench.workload import BenchRequest
@@ -26,12 +26,14 @@ def poisson_offsets(rate: float, num_requests: int, rng: random.Random) -> list[
 async def send(client: AsyncClient, request: BenchRequest, due_seconds: float) -> RequestRecord:
     """Send a request and return its record; a failed request has a record too."""
     arrivals: list[float] = []
+    token_ids: list[int] = []
     status, usage = OK, None
     try:
         async with aclosing(client.stream(request.prompt, **request.options)) as deltas:
             async for delta in deltas:
                 if delta.token_ids:
                     arrivals.append(time.perf_counter())
+                    token_ids += delta.token_ids
                 usage = delta.usage or usage
     except QuireError as error:
         status = error.code.name
@@ -43,7 +45,23 @@ async def send(client: AsyncClient, request: BenchRequest, due_seconds: float) -
         prompt_tokens=usage.prompt_tokens if usage else 0,
         cached_prompt_tokens=usage.cached_prompt_tokens if usage else 0,
         output_tokens=usage.completion_tokens if usage else 0,
+        token_ids=tuple(token_ids),
     )
+
+
+async def send_session(
+    client: AsyncClient, request: BenchRequest, due_seconds: float, record: Callable[[RequestRecord], None]
+) -> None:
+    """Send a request and then its later turns, each after the answer before it, until one fails."""
+    record(outcome := await send(client, request, due_seconds))
+    token_ids: list[int] = []
+    for turn in request.later_turns:
+        if outcome.status != OK:
+            return
+        await asyncio.sleep(turn.pause_seconds)
+        token_ids += [*outcome.token_ids, *turn.token_ids]
+        longer = request._replace(prompt=[*cast("Sequence[int]", request.prompt), *token_ids])
+        record(outcome := await send(client, longer, time.perf_counter()))
 
 
 async def open_loop(requests: Iterable[BenchRequest], offsets: Sequence[float], send: Send) -> None:

@@ -24,12 +24,16 @@ def serve(
             "--json", help="Write the line of JSON to this file too.", callback=writable, dir_okay=False
         ),
     ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option("--compare", help="Second router, which takes turns with the first.", metavar="ADDRESS"),
+    ] = None,
     address: options.Address = options.DEFAULT_ADDRESS,
     api_key: options.ApiKey = None,
     encryption: options.ClientTls,
     timeout: options.Timeout = 300.0,
 ) -> None:
-    """Put load on a running router; print a table of what its clients measured, then one line of JSON."""
+    """Put load on a router, or on two in turns; print what its clients measured, then one line of JSON."""
     import asyncio
     from functools import partial
 
@@ -39,17 +43,23 @@ def serve(
 
     try:
         tls = encryption.files()
-        connect = partial(AsyncClient, address.split(","), timeout=timeout, api_key=api_key, tls=tls)
-        summary = asyncio.run(run_bench(config, connect))
+        addresses = [address] if compare is None else [address, compare]
+        connects = [
+            partial(AsyncClient, each.split(","), timeout=timeout, api_key=api_key, tls=tls)
+            for each in addresses
+        ]
+        summaries = asyncio.run(run_bench(config, connects))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except QuireError as error:
-        fail(describe(error, address))
-    print_table(to_table(summary))
-    line = to_json(summary, config)
+        fail(describe(error, " or ".join(addresses)))
+    for each, summary in zip(addresses, summaries, strict=True):
+        print_table(to_table(summary, each))
+    line = to_json(summaries[0], config, *summaries[1:])
     if json_file is not None:
         json_file.write_text(line + "\n", encoding="utf-8")
     typer.echo(line)
-    if not summary.num_succeeded:
-        failures = ", ".join(f"{status} {count} times" for status, count in summary.failures.items())
-        fail(f"no request succeeded: {failures}")
+    for summary in summaries:
+        if not summary.num_succeeded:
+            failures = ", ".join(f"{status} {count} times" for status, count in summary.failures.items())
+            fail(f"no request succeeded: {failures}")

@@ -25,6 +25,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    """The answer."""
 
     @property
     def e2e_seconds(self) -> float:
@@ -38,13 +40,20 @@ class RequestRecord:
 
     @property
     def tpot_seconds(self) -> float:
-        """Mean seconds of each token after the first."""
-        return (self.arrivals_seconds[-1] - self.arrivals_seconds[0]) / (self.output_tokens - 1)
+        """Mean seconds of each token after the first; 0 if there is none."""
+        return (self.arrivals_seconds[-1] - self.arrivals_seconds[0]) / max(self.output_tokens - 1, 1)
 
     @property
     def itl_seconds(self) -> list[float]:
         """Seconds between consecutive messages."""
         return [later - earlier for earlier, later in pairwise(self.arrivals_seconds)]
+
+    def is_within(self, limits_ms: Mapping[str, float]) -> bool:
+        """Return whether the request succeeded and kept every limit of ttft, tpot and e2el."""
+        if self.status != OK or not self.arrivals_seconds:
+            return False
+        seconds = {"ttft": self.ttft_seconds, "tpot": self.tpot_seconds, "e2el": self.e2e_seconds}
+        return all(1000 * seconds[name] <= limit for name, limit in limits_ms.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +92,21 @@ class Summary:
     """Prompt and output tokens per second."""
     cached_token_ratio: float
     """Share of the prompt tokens whose keys and values were not computed for the request."""
+    good_requests_per_second: float | None
+    """Goodput: requests per second that kept every limit; None without limits."""
+    attainment: float | None
+    """Share of all requests, failed ones too, that kept every limit."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     e2e_ms: Distribution | None
 
 
-def summarize(records: Sequence[RequestRecord], duration_seconds: float) -> Summary:
+def summarize(
+    records: Sequence[RequestRecord], duration_seconds: float, limits_ms: Mapping[str, float] | None = None
+) -> Summary:
     """Return the figures of requests that together took ``duration_seconds``."""
+    num_good = sum(record.is_within(limits_ms) for record in records) if limits_ms else None
     succeeded = [record for record in records if record.status == OK]
     answered = [record for record in succeeded if record.arrivals_seconds]
     prompt_tokens = sum(record.prompt_tokens for record in succeeded)
@@ -108,6 +124,8 @@ def summarize(records: Sequence[RequestRecord], duration_seconds: float) -> Summ
         output_tokens_per_second=_ratio(output_tokens, duration_seconds),
         total_tokens_per_second=_ratio(prompt_tokens + output_tokens, duration_seconds),
         cached_token_ratio=_ratio(cached_tokens, prompt_tokens),
+        good_requests_per_second=None if num_good is None else _ratio(num_good, duration_seconds),
+        attainment=None if num_good is None else _ratio(num_good, len(records)),
         ttft_ms=Distribution.of_seconds(record.ttft_seconds for record in answered),
         tpot_ms=Distribution.of_seconds(each.tpot_seconds for each in answered if each.output_tokens > 1),
         itl_ms=Distribution.of_seconds(gap for record in answered for gap in record.itl_seconds),

@@ -1,4 +1,4 @@
-"""The requests that a benchmark sends."""
+"""The requests that a benchmark makes up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,23 @@ from quire.models import notes
 TOKENS_PER_NOTE = 8
 
 
+class Turn(NamedTuple):
+    """A later turn of a session, whose prompt is the earlier prompt and its answer followed by new tokens."""
+
+    pause_seconds: float
+    """Time from the end of the earlier answer."""
+    token_ids: list[int]
+
+
 class BenchRequest(NamedTuple):
     """A request to send."""
 
     prompt: Prompt
     options: GenerationOptions
+    arrival_seconds: float = 0.0
+    """When it arrives in its trace."""
+    later_turns: Sequence[Turn] = ()
+    """What the same client sends after the answer; the prompt then consists of token ids."""
 
 
 def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
@@ -26,12 +38,18 @@ def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
     Raises:
         ValueError: prompt and answer do not fit the model.
     """
-    options: GenerationOptions = {
-        "max_tokens": config.output_len,
-        "ignore_eos": config.ignore_eos,
-        "temperature": config.temperature,
-    }
+    options = options_of(config, config.output_len)
     return [BenchRequest(prompt, options) for prompt in _prompts(config, model)]
+
+
+def options_of(config: BenchConfig, max_tokens: int) -> GenerationOptions:
+    """Return the options of a request for so many tokens."""
+    return {"max_tokens": max_tokens, "ignore_eos": config.ignore_eos, "temperature": config.temperature}
+
+
+def vocabulary_of(model: ModelInfo) -> list[int]:
+    """Return the tokens that do not end a sequence."""
+    return sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
 
 
 def _prompts(config: BenchConfig, model: ModelInfo) -> Sequence[Prompt]:
@@ -50,7 +68,7 @@ def _random_prompts(
             f"input-len ({config.input_len}) and output-len ({config.output_len}) exceed"
             f" the model's {model.max_model_len} tokens"
         )
-    vocabulary = sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
+    vocabulary = vocabulary_of(model)
     shared = rng.choices(vocabulary, k=config.shared_prefix_len)
     own_len = config.input_len - config.shared_prefix_len
     return [[*shared, *rng.choices(vocabulary, k=own_len)] for _ in range(count)]

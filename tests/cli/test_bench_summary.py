@@ -72,7 +72,7 @@ def test_nothing_succeeded() -> None:
     assert summary.requests_per_second == 0.0
     assert summary.cached_token_ratio == 0.0
     assert (summary.ttft_ms, summary.tpot_ms, summary.itl_ms, summary.e2e_ms) == (None, None, None, None)
-    Console(quiet=True).print(to_table(summary))
+    Console(quiet=True).print(to_table(summary, "router:8500"))
     assert json.loads(to_json(summary, BenchConfig()))["ttft_ms"] is None
 
 
