@@ -175,6 +175,8 @@ async def test_without_a_refusal_the_status_counts_but_a_broken_stream_is_unavai
     async def receive(requests: Any, context: Any) -> AsyncIterator[pb.PushResponse]:
         await anext(requests)
         yield credit(1)
+        # Then the sender waits for credit. gRPC would report the failure of a write instead of the status.
+        await anext(requests)
         await context.abort(sent, "scripted")
 
     async with pushing(receive, 2) as push:
