@@ -150,13 +150,8 @@ class Engine:
         self.runner = parts.runner or ModelRunner(model, memory, parts.swap_memory)
         self.speculator = parts.speculator
         self._stop_rules = rules = StopRules(model.eos_token_ids, self.max_model_len)
-        checks = RequestChecks(
-            model.has_windows,
-            tables,
-            config.max_num_seqs,
-            self.max_model_len,
-            keeps_latents=memory.shape.latent_dim > 0,
-        )
+        limits = (config.max_num_seqs, self.max_model_len)
+        checks = RequestChecks(model.has_windows, tables, *limits, model.can_rank_blocks)
         self.requests = Requests(checks, rules, queues, tables, self.swap_space, parts.clock)
         eviction = parts.eviction or PagedEviction(memory)
         self.transfers = Transfers(self.requests, queues, fair_blocks, tables, eviction, rules)

@@ -19,14 +19,14 @@ class RequestChecks:
         tables: the ledger of the blocks that a request may need.
         max_num_seqs: most sequences in one step.
         max_model_len: most tokens of a sequence, prompt and output.
-        keeps_latents: whether the model has latent attention.
+        can_rank_blocks: whether all layers keep keys and values of one shape, which show what matters.
     """
 
     has_windows: bool
     tables: BlockTables
     max_num_seqs: int
     max_model_len: int
-    keeps_latents: bool = False
+    can_rank_blocks: bool = True
 
     def check(self, prompt: Sequence) -> None:
         """Raise an error for a request that can never run.
@@ -52,9 +52,10 @@ class RequestChecks:
                 "must be absent: the model's sliding windows depend on distances between tokens, "
                 "which evicted blocks would change"
             )
-        if self.keeps_latents:
+        if not self.can_rank_blocks:
             raise KvBudgetError(
-                "must be absent: the model has latent attention, whose blocks do not show which tokens matter"
+                "must be absent: the blocks of a model with latent attention, or with layers of different "
+                "shapes, do not show which tokens matter"
             )
 
     def _check_fits(self, prompt: Sequence) -> None:

@@ -73,6 +73,11 @@ class LoadedModel:
         return self.heads.windows
 
     @property
+    def can_rank_blocks(self) -> bool:
+        """Whether all layers keep keys and values of one shape."""
+        return self.heads.are_alike and not self.heads.latent_dim
+
+    @property
     def has_windows(self) -> bool:
         """Whether some layer has a sliding window."""
         return any(window is not None for window in self.windows)

@@ -14,9 +14,14 @@ from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
-def make_checks(num_blocks: int = 10, max_model_len: int = 1000, has_windows: bool = False) -> RequestChecks:
+def make_checks(
+    num_blocks: int = 10,
+    max_model_len: int = 1000,
+    has_windows: bool = False,
+    can_rank_blocks: bool = True,
+) -> RequestChecks:
     tables = BlockTables(BlockPool(num_blocks), BLOCK_SIZE, block_hash)
-    return RequestChecks(has_windows, tables, max_num_seqs=4, max_model_len=max_model_len)
+    return RequestChecks(has_windows, tables, 4, max_model_len, can_rank_blocks)
 
 
 def test_the_longest_prompt_has_room_for_one_token() -> None:
@@ -62,5 +67,7 @@ def test_a_budget_holds_three_blocks_at_least_and_needs_full_attention() -> None
     make_checks().check(request)
     with pytest.raises(KvBudgetError, match="sliding windows"):
         make_checks(has_windows=True).check(request)
+    with pytest.raises(KvBudgetError, match="layers of different shapes"):
+        make_checks(can_rank_blocks=False).check(request)
     with pytest.raises(KvBudgetError, match="must be at least 48, 3 blocks; got 47"):
         make_checks().check(make_request("r", make_prompt(20), kv_budget_tokens=47))
