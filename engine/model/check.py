@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,45 +106,9 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         UnsupportedModelError: the layers do not each call attention once, or the mask of a layer is not its
             causal window.
     """
-    layers: list[torch.nn.Module] = []
-    dropping: list[torch.nn.Module] = []
-    seen: list[tuple[torch.Size, torch.Size]] = []
-    latent_dims: list[int] = []
-    calls: list[AttentionCall] = []
-    masks: list[object] = []
+    seen: list[_Observed] = []
     observer = MaskObserver()
-
-    def look(
-        layer: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: object = None,
-        *_: Any,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
-        paged_step: object = None,
-        **__: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if paged_step is None:
-            dropping.append(layer)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        calls.append(AttentionCall(sliding_window, scale, softcap, s_aux))
-        masks.append(attention_mask)
-        expansion = latent_expansion(layer)
-        # The value of a latent is the beginning of its row, which is the key.
-        value_shape = value.shape if expansion is None else key.shape
-        if hasattr(layer, "expand_kv") and value_shape != key.shape:
-            raise UnsupportedModelError(_NEEDS_LATENTS)
-        layers.append(layer)
-        seen.append((key.shape, value_shape))
-        latent_dims.append(0 if expansion is None else expansion.latent_dim)
-        size = value.shape[-1] if expansion is None else expansion.value_dim
-        return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], size)), None
-
-    AttentionInterface.register(_OBSERVER, look)
+    AttentionInterface.register(_OBSERVER, partial(_observe, seen))
     AttentionMaskInterface.register(_OBSERVER, observer)
     with (
         _attention(module, _OBSERVER),
@@ -152,20 +117,63 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     ):
         token = torch.zeros((1, 1), dtype=torch.long, device=_device(module))
         module(input_ids=token, use_cache=False, paged_step=_ANY_STEP)
-    _number(layers)
-    attention.pass_step_to(module, dropping)
-    if len(set(latent_dims)) > 1:
+    _number([each.layer for each in seen])
+    attention.pass_step_to(module, [each.layer for each in seen if each.drops_step])
+    if len({each.latent_dim for each in seen}) > 1:
         raise UnsupportedModelError("only some of its layers have latent attention")
+    calls = tuple(each.call for each in seen)
     with refusing("has attention masks that cannot be checked"):
-        functions = [observer.function_of(mask) for mask in masks]
+        functions = [observer.function_of(each.mask) for each in seen]
         windows = [call.window for call in calls]
         problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
-    sizes = {(key[1], each[3]) for key, value in seen for each in (key, value)}
+    sizes = {(each.key[1], shape[3]) for each in seen for shape in (each.key, each.value)}
     num_kv_heads = max(heads for heads, _ in sizes)
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
-    return KvHeads(len(seen), num_kv_heads, head_dim, tuple(calls), latent_dims[0], len(sizes) == 1)
+    return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1)
+
+
+class _Observed(NamedTuple):
+    """How a layer called attention: with a mask and with keys and values of these shapes."""
+
+    layer: torch.nn.Module
+    call: AttentionCall
+    mask: object
+    key: torch.Size
+    value: torch.Size
+    latent_dim: int
+    drops_step: bool
+
+
+def _observe(
+    seen: list[_Observed],
+    layer: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object = None,
+    *_: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    paged_step: object = None,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """Record a call of attention, and return zeros of the shape that the layer expects."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(sliding_window, scale, softcap, s_aux)
+    size, value_shape, latent_dim = value.shape[-1], value.shape, 0
+    if (expansion := latent_expansion(layer)) is not None:
+        # The value of a latent is the beginning of its row, which is the key.
+        size, value_shape, latent_dim = expansion.value_dim, key.shape, expansion.latent_dim
+    elif hasattr(layer, "expand_kv") and value_shape != key.shape:
+        raise UnsupportedModelError(_NEEDS_LATENTS)
+    seen.append(
+        _Observed(layer, call, attention_mask, key.shape, value_shape, latent_dim, paged_step is None)
+    )
+    return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], size)), None
 
 
 def _number(layers: Sequence[torch.nn.Module]) -> None:
