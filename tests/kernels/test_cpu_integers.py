@@ -65,6 +65,14 @@ INSTRUCTIONS: list[tuple[Instruction, int, str]] = [
     ("vpmulld", 8, "avx"),
 ]
 """The instructions, their lanes, and the features that they need."""
+PRODUCTS: dict[str, Any] = {
+    "out_features": st.integers(1, 200),
+    "num_groups": st.integers(1, 40),
+    "num_rows": st.integers(1, ROWS + 7),
+    "outlier": st.sampled_from([0.0, 1.0, 1e4]),
+    "seed": st.integers(0, 1000),
+}
+"""Sizes and values of products that are compared with exact ones."""
 PACKS = [quantize_to_integers, partial(quantize, weight_dtype="w4a8")]
 
 
@@ -142,13 +150,7 @@ def expected_products(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 @settings(max_examples=40)
-@given(
-    out_features=st.integers(1, 200),
-    num_groups=st.integers(1, 40),
-    num_rows=st.integers(1, ROWS + 7),
-    outlier=st.sampled_from([0.0, 1.0, 1e4]),
-    seed=st.integers(0, 1000),
-)
+@given(**PRODUCTS)
 def test_products_are_exact(
     out_features: int, num_groups: int, num_rows: int, outlier: float, seed: int
 ) -> None:
@@ -182,13 +184,7 @@ def expected_groups(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @settings(max_examples=40)
-@given(
-    out_features=st.integers(1, 200),
-    num_groups=st.integers(1, 40),
-    num_rows=st.integers(1, ROWS + 7),
-    outlier=st.sampled_from([0.0, 1.0, 1e4]),
-    seed=st.integers(0, 1000),
-)
+@given(**PRODUCTS)
 def test_products_of_four_bits_are_exact_within_a_group(
     out_features: int, num_groups: int, num_rows: int, outlier: float, seed: int
 ) -> None:
