@@ -15,6 +15,7 @@ FOLDERS = [
     "cli",
     "client",
     "engine",
+    "fairness",
     "kernels",
     "kvindex",
     "kvtransfer",

@@ -139,7 +139,7 @@ class Engine:
             self.tiers,
             parts.describe,
         )
-        self.queues = queues = GroupQueues(self.pool)
+        self.queues = queues = GroupQueues(self.pool, parts.clock)
         self._swap_cost = SwapCost(memory.shape.block_bytes)
         swapping = Swapping(queues, tables, self.swap_space)
         prefers_swap = self._swap_cost.prefers_swap

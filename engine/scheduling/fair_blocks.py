@@ -1,8 +1,8 @@
 """Divides the blocks of the pool among clients, so that a client that fills the pool delays only itself.
 
-A client is an authenticated tenant. Its rank is the bit length of the number of its blocks. Groups of the
-lowest rank get blocks first, and groups of the highest rank are preempted first. Within a rank, the order of
-arrival decides::
+A client is an authenticated tenant. Its rank is the bit length of the number of its blocks, divided by its
+weight. Groups of the lowest rank get blocks first, and groups of the highest rank are preempted first. Within
+a rank, the order of arrival decides::
 
     client   a    b    c    d
     blocks   0    5    7    40
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from quire.engine.scheduling.group_queues import GroupQueues
-from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.sequence_group import Arrival, SequenceGroup
 from quire.engine.sequences.block_tables import BlockTables
 
 PREEMPTIONS_PER_RANK = 4
@@ -56,9 +56,9 @@ class FairBlocks:
         if not self._num_held_by_client:
             return 0
         num_blocks = self._num_held_by_client[group.client] + num_more_blocks
-        return num_blocks.bit_length() - group.num_preemptions // PREEMPTIONS_PER_RANK
+        return (num_blocks // group.weight).bit_length() - group.num_preemptions // PREEMPTIONS_PER_RANK
 
-    def position(self, group: SequenceGroup) -> tuple[int, int]:
+    def position(self, group: SequenceGroup) -> tuple[int, Arrival]:
         """Return the position of a group in the order."""
         return self.rank(group), group.arrival
 

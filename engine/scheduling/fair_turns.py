@@ -1,8 +1,13 @@
 """Divides steps among clients if not all requests fit, so that an expensive client delays only itself.
 
-A client is an authenticated tenant. Max-min fairness divides the sequences and tokens of a step: a client
-that needs less than an equal part gets all it needs, and the others share the rest equally. A client's
-sequences are divided among its requests in the same way. No state of a client is kept between steps.
+A client is an authenticated tenant with a weight. Max-min fairness divides the sequences of a step: a client
+that needs less than its part gets all it needs, and the others share the rest by weight. A client's sequences
+are divided among its requests in the same way.
+
+The tokens of prompts go first to the client with the fewest computed tokens in relation to its weight
+(``fairness/shares.py``). A client that floods is ahead of the others, and gets what they leave. While another
+one lags behind, even one without a request now, it also gets at most a quarter of a step, so that a request
+that arrives during a step waits for a short one.
 
 A request needs blocks to run, and keeps them while a step leaves it out. This file does not decide who gets
 blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.py``).
@@ -22,32 +27,22 @@ blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.sequence_group import SequenceGroup
-
-K = TypeVar("K", bound=Hashable)
+from quire.engine.sequences.sequence import ScheduledSequence
+from quire.fairness.shares import ServedTokens, fair_shares
 
 Turns = Mapping[SequenceGroup, int]
 """How many sequences of each group a step may compute."""
 
 
-def fair_shares(demands: Mapping[K, int], capacity: int) -> dict[K, int]:
-    """Return max-min fair shares: a demand below an equal part is met, and the other demands share the rest.
-
-    The first of equal demands get what cannot be divided equally::
-
-        fair_shares({"a": 2, "b": 9, "c": 9}, 12) == {"a": 2, "b": 5, "c": 5}
-    """
-    shares: dict[K, int] = {}
-    for key, demand in sorted(demands.items(), key=lambda item: item[1]):
-        num_left = len(demands) - len(shares)
-        shares[key] = min(demand, -(-capacity // num_left))
-        capacity -= shares[key]
-    return shares
+CREDIT_STEPS = 64
+"""A client that returns is served at once as much as it lagged behind, at most this many full steps."""
+SHORT_STEP = 4
+"""A client that is ahead of another one gets a step's tokens divided by this at most."""
 
 
 class FairTurns:
@@ -67,6 +62,9 @@ class FairTurns:
         self._fair_blocks = fair_blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self.num_short_tokens = max(1, max_num_batched_tokens // SHORT_STEP)
+        """Most tokens of prompts in a step for clients that are ahead of others."""
+        self._served = ServedTokens[str](CREDIT_STEPS * max_num_batched_tokens)
         self._num_divided = 0
 
     def divide_sequences(self, *, with_waiting: bool = True) -> Turns | None:
@@ -94,22 +92,41 @@ class FairTurns:
 
         Only tokens of prompts are limited: each running sequence may decode.
         """
-        if len(self._queues.clients) < 2:
+        served, size = self._served, self._max_num_batched_tokens
+        levels = {client: served.level(client) for client in self._queues.clients}
+        most = min([served.lowest(), *levels.values()]) + size
+        ahead = {client for client, level in levels.items() if level > most}
+        if len(levels) < 2 and not ahead:
             return None
         decoding: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
+        weights: dict[str, int] = {}
         for group in self._queues.running:
             num_decoding = min(group.num_uncomputed_tokens, len(group.sequences))
             decoding[group.client] += num_decoding
             prompts[group.client] += group.num_uncomputed_tokens - num_decoding
+            weights[group.client] = group.weight
         for group in self._first_waiting():
             if group.lack is None and group.awaited is None:
                 prompts[group.client] += group.num_uncomputed_tokens
-        left = self._max_num_batched_tokens - decoding.total()
-        if left <= 0 or prompts.total() <= left:
+                weights[group.client] = group.weight
+        left = size - decoding.total()
+        if left <= 0 or (prompts.total() <= left and not ahead):
             return None
-        shares = fair_shares(prompts, left)
+        shares = fair_shares({c: n for c, n in prompts.items() if c not in ahead}, left, weights, levels)
+        left = min(left - sum(shares.values()), self.num_short_tokens)
+        shares |= fair_shares({c: n for c, n in prompts.items() if c in ahead}, left, weights, levels)
         return {client: decoding[client] + shares[client] for client in prompts}
+
+    def record_step(self, scheduled: Sequence[ScheduledSequence]) -> None:
+        """Count the tokens that a step computes for each client."""
+        tokens: Counter[str] = Counter()
+        weights: dict[str, int] = {}
+        for sequence, num_tokens in scheduled:
+            tokens[sequence.client] += num_tokens
+            weights[sequence.client] = sequence.weight
+        for client, num_tokens in tokens.items():
+            self._served.serve(client, num_tokens, weights[client])
 
     def _entitled(self, num_slots: int) -> list[SequenceGroup]:
         """Return the waiting groups for which there is no room, but which may start nevertheless."""
@@ -151,7 +168,8 @@ def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: 
         clients[other.client] += num_slots
     used = clients[group.client]
     clients[group.client] += group.num_slots
-    share = fair_shares(clients, capacity)[group.client]
+    weights = {other.client: other.weight for other in (*running, group)}
+    share = fair_shares(clients, capacity, weights)[group.client]
     if used < share:
         return True
     own = {other: num_slots for other, num_slots in slots_of.items() if other.client == group.client}
@@ -178,7 +196,8 @@ def divided(ordered: Sequence[SequenceGroup], capacity: int) -> Turns:
         if not turns[group]:
             clients.setdefault(group.client, {})[group] = group.num_slots
     demands = {client: sum(slots.values()) for client, slots in clients.items()}
-    shares = fair_shares(demands, capacity - turns[first])
+    weights = {group.client: group.weight for group in ordered}
+    shares = fair_shares(demands, capacity - turns[first], weights)
     for client, slots in clients.items():
         for group, share in fair_shares(slots, shares[client]).items():
             turns[group] = share if group.beam is None or share == group.num_slots else 0

@@ -1,5 +1,8 @@
 """The groups of one engine in the order of arrival; ``fair_blocks.py`` orders those of several clients.
 
+A group counts as arrived when it did, plus its patience: requests of a high priority or with a near deadline
+come before others that arrived somewhat earlier, and before no others. So none is overtaken for ever.
+
 ::
 
     add_waiting ───────────────────────────────────► waiting ──start_group───► running
@@ -13,9 +16,10 @@ import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection
+from time import perf_counter
 
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.sequence_group import NOT_ARRIVED, Arrival, SequenceGroup
 
 OnOutcome = Callable[[bool], None]
 """Called with True when a transfer gets its blocks, with False when it ends without them."""
@@ -27,6 +31,9 @@ WATERMARK = 0.01
 class GroupQueues:
     """Groups that run, that wait to run, or that wait for blocks in which another worker will write.
 
+    Args:
+        clock: returns seconds.
+
     Attributes:
         running: groups that the next step computes, in the order of arrival.
         waiting: new or preempted groups to compute here, in the order of arrival.
@@ -35,7 +42,7 @@ class GroupQueues:
             in a step, and not for blocks.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, clock: Callable[[], float] = perf_counter) -> None:
         self.running: list[SequenceGroup] = []
         self.waiting: deque[SequenceGroup] = deque()
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
@@ -47,6 +54,7 @@ class GroupQueues:
         They are far fewer than all waiting groups.
         """
         self._pool = pool
+        self._clock = clock
         self._num_watermark_blocks = math.ceil(WATERMARK * pool.num_blocks)
         self._num_arrived = 0
 
@@ -99,6 +107,7 @@ class GroupQueues:
         """Queue a group for the blocks that it lacks; ``on_outcome`` is called when it gets them or ends."""
         self._stamp_arrival(group)
         self.transfers[group] = on_outcome
+        self.transfers = {each: self.transfers[each] for each in sorted(self.transfers, key=_arrival)}
 
     def start_group(self, group: SequenceGroup) -> None:
         """Move a waiting group to the running groups."""
@@ -130,10 +139,10 @@ class GroupQueues:
 
     def _stamp_arrival(self, group: SequenceGroup) -> None:
         """Give a group its position in the order of arrival, unless it has one."""
-        if not group.arrival:
+        if group.arrival == NOT_ARRIVED:
             self._num_arrived += 1
-            group.arrival = self._num_arrived
+            group.arrival = Arrival(self._clock() + group.prompt.patience, self._num_arrived)
 
 
-def _arrival(group: SequenceGroup) -> int:
+def _arrival(group: SequenceGroup) -> Arrival:
     return group.arrival

@@ -152,7 +152,9 @@ class Scheduler:
         budget = self._make_way(schedule)
         self._continue_running(schedule, budget)
         self._admit_groups(schedule, budget, has_preempted=self.preemption.num_preempted > num_preempted)
+        self._continue_left_out(schedule, budget)
         self._continue_without_turns(schedule)
+        self._fair_turns.record_step(schedule.sequences)
         return schedule
 
     def _make_way(self, schedule: Schedule) -> _Budget:
@@ -166,10 +168,26 @@ class Scheduler:
 
     def _admit_groups(self, schedule: Schedule, budget: _Budget, *, has_preempted: bool) -> None:
         """Admit waiting groups; after a preemption none, since the running groups would soon preempt them."""
+        if not has_preempted or not self.queues.running:
+            self._admit_waiting(schedule, budget)
         if not self.queues.running:
             self._admit_first(schedule)
-        elif not has_preempted:
-            self._admit_waiting(schedule, budget)
+
+    def _continue_left_out(self, schedule: Schedule, budget: _Budget) -> None:
+        """Compute prompts that were left out for a client whose waiting group could not start after all.
+
+        Their blocks may be what that group waits for.
+        """
+        if budget.num_by_client is None or budget.num_tokens <= 0:
+            return
+        computed = {each.sequence for each in schedule.sequences}
+        left_out = {g: g.num_slots for g in self.queues.running if computed.isdisjoint(g.sequences)}
+        if left_out:
+            budget.num_by_client = None
+            budget.num_tokens = min(budget.num_tokens, self._fair_turns.num_short_tokens)
+            turns = budget.turns
+            budget.turns = {g: n if turns is None else turns.get(g, 0) for g, n in left_out.items()}
+            self._continue_running(schedule, budget)
 
     def _continue_without_turns(self, schedule: Schedule) -> None:
         """Divide a step again if it computes nothing although groups run: the engine would stop and wait.
@@ -342,11 +360,11 @@ class Scheduler:
         queues = self.queues
         owed: dict[str, int] = {}
         queues.num_owed_blocks = owed
-        oldest_transfer = next((group.arrival for group in queues.transfers), math.inf)
+        oldest_transfer = next((group.arrival for group in queues.transfers), None)
         starting = set(budget.turns or ()).difference(queues.running)
         smallest: dict[str, int] = {}  # sequences of a group that was passed, by client
         for group in self.fair_blocks.in_order(queues.waiting):
-            if group.arrival > oldest_transfer:
+            if oldest_transfer is not None and group.arrival > oldest_transfer:
                 continue
             if group.client not in owed and self.first_blocks.is_loading(group):
                 continue

@@ -29,6 +29,21 @@ class SwappedTables(NamedTuple):
     tables: list[list[int]]
 
 
+class Arrival(NamedTuple):
+    """A position in the order of arrival.
+
+    Attributes:
+        seconds: when the request arrived, plus its patience.
+        number: how many had arrived then; it orders equal times.
+    """
+
+    seconds: float
+    number: int
+
+
+NOT_ARRIVED = Arrival(0.0, 0)
+
+
 class Lack(NamedTuple):
     """Why a group could not begin.
 
@@ -65,7 +80,7 @@ class SequenceGroup:
     prompt: Sequence
     sequences: list[Sequence]
     beam: BeamSearch | None = None
-    arrival: int = 0
+    arrival: Arrival = NOT_ARRIVED
     swapped: SwappedTables | None = None
     prefetch: Prefetch | None = None
     lack: Lack | None = None
@@ -87,6 +102,11 @@ class SequenceGroup:
     def client(self) -> str:
         """The client that sent the request."""
         return self.prompt.client
+
+    @property
+    def weight(self) -> int:
+        """The client's weight."""
+        return self.prompt.weight
 
     @property
     def params(self) -> SamplingParams:

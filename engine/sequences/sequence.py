@@ -76,6 +76,10 @@ class Sequence:
     root_hash: bytes
     client: str = ""
     """The client that sent the request. Clients share the steps fairly."""
+    weight: int = 1
+    """The client's weight: its part of the steps is proportional to it."""
+    patience: float = 0.0
+    """Seconds that move the request back in the order of arrival; see ``fairness/patience.py``."""
     stops_after_prefill: bool = False
     """True on a prefill worker: the sequence ends with its prompt, but keeps its blocks until released."""
     samples_tokens: bool = True

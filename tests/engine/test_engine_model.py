@@ -247,6 +247,7 @@ class EngineMachine(RuleBasedStateMachine):
     window: int | None = None
     num_blocks = NUM_BLOCKS
     clients: tuple[str, ...] = ("",)
+    patiences: tuple[float, ...] = (0.0,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +283,10 @@ class EngineMachine(RuleBasedStateMachine):
     def sequence(self, name: str, client: int) -> Sequence:
         prompt, params = self.wanted[name]
         client_name = self.clients[client % len(self.clients)]
-        return Sequence(name, list(prompt), len(prompt), params, b"root", client=client_name)
+        sequence = Sequence(name, list(prompt), len(prompt), params, b"root", client=client_name)
+        sequence.weight = 1 + self.clients.index(client_name)
+        sequence.patience = self.patiences[client % len(self.patiences)]
+        return sequence
 
     @rule()
     def open(self) -> None:
@@ -405,10 +409,10 @@ class EngineMachine(RuleBasedStateMachine):
     def no_transfer_waits_for_blocks_that_are_there(self) -> None:
         waiting = self.transfers_in(TransferState.WAITING)
         queues = self.engine.queues
-        assert [group.prompt for group in queues.transfers] == [each.sequence for each in waiting]
+        assert {group.prompt for group in queues.transfers} == {each.sequence for each in waiting}
         is_shared = len(self.clients) > 1
         if waiting and not is_shared and not any(not group.holds_blocks for group in queues.waiting):
-            sequence = waiting[0].sequence
+            sequence = next(iter(queues.transfers)).prompt
             num_missing = -(-sequence.num_tokens // BLOCK_SIZE) - len(sequence.block_table)
             num_kept = 1 if queues.running else 0
             assert num_missing > self.engine.pool.num_allocatable - num_kept
@@ -541,9 +545,10 @@ class TieredWindowedEngineMachine(TieredEngineMachine, WindowedEngineMachine):
 
 
 class SharedEngineMachine(EngineMachine):
-    """The same with clients that share the pool."""
+    """The same with clients that share the pool, by weight, and requests that are more or less urgent."""
 
     clients = ("a", "a", "b", "c")
+    patiences = (0.0, -10.0, 5.0, 0.0)
 
 
 class SharedWindowedEngineMachine(TieredWindowedEngineMachine):

@@ -1,15 +1,17 @@
-"""Steps are divided fairly among clients: by the shares, by the turns of groups, and in the engine."""
+"""Steps are divided fairly among clients: by the turns of groups, and in the engine."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.engine import Engine
-from quire.engine.scheduling.fair_turns import divided, fair_shares, may_start
+from quire.engine.scheduling.fair_turns import CREDIT_STEPS, divided, may_start
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.beam_search import BeamSearch
 from quire.engine.sequences.sequence import Sequence
@@ -19,7 +21,6 @@ from tests.testing.constant_engine import make_constant_engine
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run
 
 CAPACITY = 16
-DEMANDS = st.dictionaries(st.integers(0, 40), st.integers(0, 40), min_size=1, max_size=12)
 KINDS = st.tuples(st.sampled_from("abc"), st.integers(2, CAPACITY), st.booleans()) | st.tuples(
     st.sampled_from("abc"), st.just(1), st.just(False)
 )
@@ -36,19 +37,6 @@ def make_group(client: str, num_sequences: int, is_beam: bool = False, name: str
     if is_beam:
         group.beam = BeamSearch(beam, 8, frozenset())
     return group
-
-
-@given(DEMANDS, st.integers(0, 100))
-def test_shares_are_fair_and_none_is_unused_while_a_client_needs_more(
-    demands: dict[int, int], capacity: int
-) -> None:
-    shares = fair_shares(demands, capacity)
-    assert shares.keys() == demands.keys()
-    assert sum(shares.values()) == min(capacity, sum(demands.values()))
-    for key, share in shares.items():
-        assert 0 <= share <= demands[key]
-        if share < demands[key]:  # nobody has more than one more than whoever lacks something
-            assert max(shares.values()) <= share + 1
 
 
 @given(st.lists(KINDS, min_size=1, max_size=10))
@@ -179,3 +167,84 @@ def test_small_requests_pass_a_costly_one_only_while_a_costly_one_runs_that_is_o
         engine.add_request(constant_request(f"small-{index}", 1, 6))
         outputs += num_outputs(engine, 2)
     assert outputs["waiting"]
+
+
+def prompt_of(name: str, client: str, num_tokens: int, num_answer: int = 1, weight: int = 1) -> Sequence:
+    params = SamplingParams(temperature=0.0, max_tokens=num_answer, ignore_eos=True)
+    sequence = Sequence(name, [2] * num_tokens, num_tokens, params, name.encode(), client=client)
+    sequence.weight = weight
+    return sequence
+
+
+STEP_TOKENS, MOST_SEQS = 128, 8
+FLOODS = {"long prompts": (8, 400, 1), "many answers": (40, 8, 200), "tiny requests": (40, 4, 1)}
+"""Number of requests at a time, tokens of their prompts, tokens of their answers."""
+
+
+@pytest.mark.parametrize(
+    ("flood", "on_prefill_worker"),
+    [("long prompts", False), ("long prompts", True), ("many answers", False), ("tiny requests", False)],
+)
+def test_a_flood_delays_only_itself(flood: str, on_prefill_worker: bool) -> None:
+    """Tokens that are computed from the arrival of a small client's prompt until its first token.
+
+    The small client asks for less than half of all tokens, its share. Its requests arrive during a step.
+    """
+    num_flooding, num_prompt, num_answer = FLOODS[flood]
+    num_small, small_tokens, pause_tokens = 20, 640, 1400
+    engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
+    num_sent = num_done = 0
+    waited: list[int] = []
+    arrived, computed, due = 0, 0, 2 * CREDIT_STEPS * STEP_TOKENS
+    while len(waited) < num_small:
+        while sum(group.client == "flood" for group in engine.groups.values()) < num_flooding:
+            sequence = prompt_of(f"flood-{num_sent}", "flood", num_prompt, num_answer)
+            sequence.stops_after_prefill = on_prefill_worker
+            engine.add_request(sequence)
+            num_sent += 1
+        small = f"small-{len(waited)}"
+        if computed >= due and small not in engine.groups:
+            # It arrived at the beginning of the step that has just ended.
+            arrived = computed - engine.num_step_tokens
+            engine.add_request(prompt_of(small, "small", small_tokens))
+        for update in engine.step():
+            name = update.sequence.attempt_id
+            if update.status.is_finished:
+                num_done += 1
+                engine.abort(name)
+                if name == small:
+                    waited.append(computed + engine.num_step_tokens - arrived)
+                    due = computed + pause_tokens
+        computed += engine.num_step_tokens
+    assert num_done > num_small  # the flood goes on meanwhile
+    # The first one waits for a full step: until then, the engine knows of no other client.
+    assert max(waited[1:]) <= 1.2 * small_tokens
+
+
+def test_clients_that_always_want_more_get_tokens_by_weight_and_pay_nothing_for_cached_ones() -> None:
+    engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
+    weights = {"one": 1, "three": 3, "cached": 1}
+    tokens = Counter[str]()
+    cached = [3] * 400
+    num_sent = 0
+    for number in range(300):
+        for client, weight in weights.items():
+            while sum(group.client == client for group in engine.groups.values()) < 2:
+                num_sent += 1
+                sequence = prompt_of(f"{client}-{num_sent}", client, 400, weight=weight)
+                if client == "cached":
+                    sequence = replace(
+                        sequence, token_ids=cached + [num_sent % 7] * 40, num_prompt_tokens=440
+                    )
+                    sequence.root_hash = b"same"
+                engine.add_request(sequence)
+        before = {g.attempt_id: g.prompt.num_computed_tokens for g in engine.groups.values()}
+        groups = list(engine.groups.values())
+        engine.step()
+        if number < 50:
+            continue
+        for group in groups:
+            num_before = max(before[group.attempt_id], group.prompt.num_cached_tokens)
+            tokens[group.client] += max(0, group.prompt.num_computed_tokens - num_before)
+    assert tokens["three"] == pytest.approx(3 * tokens["one"], rel=0.05)
+    assert tokens["cached"] == pytest.approx(tokens["one"], rel=0.05)

@@ -1,6 +1,8 @@
-"""The queues keep the order of arrival, whatever happens to the groups."""
+"""The queues keep the order of arrival, moved by patience, whatever happens to the groups."""
 
 from __future__ import annotations
+
+from bisect import bisect_right
 
 import pytest
 from hypothesis import settings
@@ -13,8 +15,9 @@ from quire.engine.scheduling.sequence_group import SequenceGroup
 from tests.testing.tiny_engine import make_request
 
 
-def make_group(name: str = "r") -> SequenceGroup:
+def make_group(name: str = "r", patience: float = 0.0) -> SequenceGroup:
     prompt = make_request(name, [5, 6])
+    prompt.patience = patience
     return SequenceGroup(prompt, [prompt])
 
 
@@ -23,17 +26,23 @@ class GroupQueuesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queues = GroupQueues(BlockPool(8))
+        self.now = 0.0
+        self.queues = GroupQueues(BlockPool(8), lambda: self.now)
         self.groups: list[SequenceGroup] = []
-        """The groups in the order of their arrival, those that have left included."""
+        """The groups in their order, those that have left included."""
+        self.due: list[float] = []
+        """When each of them arrived, plus its patience."""
 
     def draw(self, data: st.DataObject, groups: list[SequenceGroup]) -> SequenceGroup | None:
         return data.draw(st.sampled_from(groups)) if groups else None
 
-    @rule(is_transfer=st.booleans())
-    def arrive(self, is_transfer: bool) -> None:
-        group = make_group(str(len(self.groups)))
-        self.groups.append(group)
+    @rule(is_transfer=st.booleans(), seconds=st.integers(0, 10), patience=st.sampled_from([0.0, -20.0, 5.0]))
+    def arrive(self, is_transfer: bool, seconds: int, patience: float) -> None:
+        group = make_group(str(len(self.groups)), patience)
+        self.now += seconds
+        place = bisect_right(self.due, self.now + patience)
+        self.due.insert(place, self.now + patience)
+        self.groups.insert(place, group)
         if is_transfer:
             self.queues.add_transfer(group, lambda is_granted: None)
         else:
