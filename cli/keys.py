@@ -27,6 +27,13 @@ def new(
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", help="That may wait for one of those to end.", min=0)
     ] = 0,
+    weight: Annotated[
+        int | None, typer.Option("--weight", help="Part of the computed tokens while tenants compete.", min=1)
+    ] = None,
+    priority: Annotated[
+        int,
+        typer.Option("--priority", help="Requests may have priorities down to minus this.", min=0, max=100),
+    ] = 0,
 ) -> None:
     """Make an API key. It is shown once, on stderr; its line for the --api-keys file goes to stdout.
 
@@ -35,6 +42,6 @@ def new(
     from quire.services.router.tenants.api_keys import Tenant, new_key
 
     with usage_errors():
-        made = new_key(Tenant(tenant, tokens_per_minute, max_requests, max_waiting))
+        made = new_key(Tenant(tenant, tokens_per_minute, max_requests, max_waiting, weight, priority))
     typer.echo(f"API key of {tenant}, shown this once: {made.key}", err=True)
     typer.echo(made.line)

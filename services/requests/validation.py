@@ -57,6 +57,7 @@ class ValidRequest:
     response: ResponseOptions
     format: OutputFormat | None
     cache_salt: str
+    priority: int = 0
     is_clamped: bool = False
     """Whether the model's length leaves fewer tokens than the client allows an answer to have."""
     received: Sequence[pb.ReceivedAnswer] = ()
@@ -127,6 +128,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         response=response,
         format=output_format,
         cache_salt=generation.cache_salt,
+        priority=generation.priority,
         is_clamped=generation.stopping.max_tokens > num_left,
         received=generation.received,
         division=division,

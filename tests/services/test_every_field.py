@@ -83,7 +83,14 @@ async def outcome(generation: pb.Generation, model: ServedModel) -> tuple[Any, .
     sequence = sequence_from_proto(message, b"", model.vocab_size, stops_after_prefill=False)
     engine = (sequence.params, sequence.token_ids, format_from_proto(message.format))
     assert (sequence.params, format_from_proto(message.format)) == (valid.params, valid.format)
-    router = (valid.response, valid.num_best, valid.request_id, valid.cache_salt, valid.division is None)
+    router = (
+        valid.response,
+        valid.num_best,
+        valid.request_id,
+        valid.cache_salt,
+        valid.priority,
+        valid.division is None,
+    )
     return *engine, *router, session_name((), generation.session)
 
 

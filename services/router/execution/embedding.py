@@ -24,9 +24,9 @@ from quire.services.router.workers.worker import Worker
 class EmbeddingChoice(WorkerChoice):
     """Chooses the only worker of an attempt: a prefill worker if there is one, or else a decode worker."""
 
-    async def _wait(self) -> None:
+    async def _wait(self, group: AnswerGroup) -> None:
         if not self._cluster.workers.serving("prefill"):
-            await super()._wait()
+            await super()._wait(group)
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
         if self._cluster.model.embedding.pooling == Pooling.LAST:

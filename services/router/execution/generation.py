@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
+from quire.fairness.patience import patience
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
@@ -69,6 +70,7 @@ class GenerationRun:
 
     ``session`` names the conversation that the request is a turn of; it may be empty.
     ``spend`` charges computed tokens that were not charged in advance.
+    ``weight`` is the tenant's part of what tenants share; None: 1.
     """
 
     _make_choice: type[WorkerChoice] = WorkerChoice
@@ -84,8 +86,10 @@ class GenerationRun:
         session: str,
         arrival: float,
         spend: Callable[[int], None],
+        weight: int | None = None,
     ) -> None:
         self._cluster = cluster
+        self._weight = weight or 1
         self._request = request
         self._scope = scope
         self._session = session
@@ -101,7 +105,10 @@ class GenerationRun:
             len(request.prompt_token_ids),
             RequestCharge(spend, request.num_input_tokens),
         )
-        self._choice = self._make_choice(cluster, scope, self._account, arrival, self._remaining_seconds)
+        due = arrival + patience(request.priority, deadline - arrival)
+        self._choice = self._make_choice(
+            cluster, scope, self._account, due, self._remaining_seconds, self._weight
+        )
 
     @property
     def usage(self) -> pb.Usage:
@@ -228,6 +235,7 @@ class GenerationRun:
         sequence.token_ids.extend(group.token_ids)
         sequence.num_output_tokens = len(group.output_token_ids)
         sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope
+        sequence.weight, sequence.priority = self._weight, self._request.priority
         sequence.load.router_id = self._cluster.workers.router_id
         sequence.load.pending_tokens = placement.pending_tokens
         sequence.load.resident_tokens = placement.resident_tokens

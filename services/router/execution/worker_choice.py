@@ -13,6 +13,7 @@ from quire.services.router.execution.failures import no_decode_worker, too_late
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.outputs.answer_group import AnswerGroup
+from quire.services.router.workers.queue import Work
 from quire.services.router.workers.worker import Worker
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase
@@ -26,12 +27,13 @@ _log = get_logger("router")
 class WorkerChoice:
     """Chooses by the workers' cached blocks and load, and prefers workers that have not failed.
 
-    While no decode worker accepts requests, requests wait for one in the order of their arrival.
+    While no decode worker accepts requests, requests wait for one (``workers/queue.py``).
 
     Args:
         scope: which requests may share the blocks.
-        arrival: when the request arrived, a reading of the clock.
+        arrival: when the request arrived, a reading of the clock, plus its patience.
         remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
+        weight: weight of its tenant.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class WorkerChoice:
         account: RequestAccount,
         arrival: float,
         remaining_seconds: Callable[[], float],
+        weight: int = 1,
     ) -> None:
         self._cluster = cluster
         self._scope = scope
         self._account = account
         self._arrival = arrival
         self._remaining_seconds = remaining_seconds
+        self._weight = weight
         self._failed: set[str] = set()
 
     def record_failure(self, worker: Worker) -> None:
@@ -66,7 +70,7 @@ class WorkerChoice:
         """
         cluster = self._cluster
         while True:
-            await self._wait()
+            await self._wait(group)
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await cluster.workers.ask_again(group.died_at)
@@ -75,11 +79,12 @@ class WorkerChoice:
                 self._record(group, placement)
                 return placement
 
-    async def _wait(self) -> None:
+    async def _wait(self, group: AnswerGroup) -> None:
         """Wait until a decode worker accepts requests."""
         cluster = self._cluster
         try:
-            await cluster.queue.turn(self._arrival, self._remaining_seconds())
+            work = Work(self._scope.tenant, len(group.token_ids), self._weight)
+            await cluster.queue.turn(self._arrival, self._remaining_seconds(), work)
         except TimeoutError:
             self._remaining_seconds()
             metadata = {"tokens_emitted": str(self._account.usage.completion_tokens)}

@@ -185,6 +185,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         """
         timer = RequestTimes(self._metrics, self._clock)
         with self._tracer.span("request", headers) as span, timer.watching():
+            tenant.check_priority(generation.priority)
             answers = answers_of(generation.sampling)
             async with self._admission.admitted(tenant, deadline, answers) as allowance:
                 phases = RequestPhases(self._metrics.phases, span)
@@ -208,6 +209,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                     session=session,
                     arrival=timer.arrival,
                     spend=allowance.spend,
+                    weight=tenant.weight,
                 )
                 timer.describe(request.request_id, tenant.name, run.usage, span)
                 async with aclosing(run.stream()) as responses:
@@ -244,7 +246,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 metrics.prompt_tokens.inc(usage.prompt_tokens)
                 metrics.request_prompt_tokens.observe(usage.prompt_tokens)
                 scope = CacheScope(tenant.name, request.cache_salt)
-                make = partial(EmbeddingRun, arrival=timer.arrival, spend=allowance.spend, session="")
+                make = partial(
+                    EmbeddingRun,
+                    arrival=timer.arrival,
+                    spend=allowance.spend,
+                    session="",
+                    weight=tenant.weight,
+                )
                 runs = [make(cluster, text, scope, deadline, phases) for text in texts]
                 name = texts[0].request_id
                 timer.describe(name, tenant.name, usage, span)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import grpc
 
-from quire.rpc.errors import BadFileError, ServiceError, Unauthenticated
+from quire.fairness.patience import MAX_PRIORITY
+from quire.rpc.errors import BadFileError, InvalidArgument, ServiceError, Unauthenticated
 from quire.rpc.interceptors import OwnCalls, refusal
 from quire.services.server.log import get_logger
 
@@ -43,12 +44,27 @@ class Tenant:
         max_requests: limit on requests that run at the same time; a request counts once for each of its
             answers. None: no limit.
         max_waiting: limit on requests that wait, in order of arrival, for a running one to end.
+        weight: its part of the computed tokens while tenants compete, in relation to the others' weights.
+            None: 1.
+        priority: its requests may have priorities down to the negative of this.
     """
 
     name: str = ""
     tokens_per_minute: int | None = None
     max_requests: int | None = None
     max_waiting: int = 0
+    weight: int | None = None
+    priority: int = 0
+
+    def check_priority(self, priority: int) -> None:
+        """Refuse a priority that is out of range, or more urgent than the tenant's key allows.
+
+        Raises:
+            InvalidArgument: the priority is refused.
+        """
+        least = -self.priority if self.name else -MAX_PRIORITY
+        if not least <= priority <= MAX_PRIORITY:
+            raise InvalidArgument("priority", f"must be from {least} to {MAX_PRIORITY} here; got {priority}")
 
     def limits(self) -> str:
         """Return the limits in the syntax of a key file, ``name=value`` pairs; empty without limits."""
@@ -84,9 +100,9 @@ class ApiKeys:
     """Authenticates requests by the API keys in a file.
 
     A line of the file is ``sha256:<hash of the key> <tenant> [limit=number ...]``.
-    The limits are ``tokens-per-minute``, ``max-requests`` and ``max-waiting``. They apply to the tenant, not
-    to the key, and may be given in any one of its lines. A tenant may have several keys, so that a new key
-    can be in use before the old one is removed. ``#`` begins a comment.
+    The limits are ``tokens-per-minute``, ``max-requests``, ``max-waiting``, ``weight`` and ``priority``. They
+    apply to the tenant, not to the key, and may be given in any one of its lines. A tenant may have several
+    keys, so that a new key can be in use before the old one is removed. ``#`` begins a comment.
 
     Keys are 32 random bytes. A fast hash is enough to protect them, because they cannot be guessed.
 

@@ -70,6 +70,7 @@ def sequence_from_proto(
         params=params,
         root_hash=root_hash,
         client=message.cache_scope.tenant,
+        weight=message.weight or 1,
         stops_after_prefill=stops_after_prefill,
     )
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.sequences.sequence import Sequence, Tally
+from quire.fairness.patience import patience
 from quire.protos import worker_pb2
 from quire.rpc.ended_calls import end_calls
 from quire.rpc.errors import Aborted, AlreadyExists
@@ -75,6 +76,7 @@ class RunningRequests:
         task = asyncio.current_task()
         assert task is not None
         self.state.check_not_stopping()
+        sequence.patience = patience(message.priority, context.time_remaining())
         if self.engine.is_subscribed(attempt_id):
             raise AlreadyExists(f"request {attempt_id} is already here")
         self._handlers[sequence_id][task] = message.attempt

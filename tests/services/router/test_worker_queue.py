@@ -18,7 +18,7 @@ from quire.rpc.errors import DRAINING, Unavailable
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution.generation import MAX_RETRIES
-from quire.services.router.workers.queue import WorkerQueue
+from quire.services.router.workers.queue import Work, WorkerQueue
 from tests.testing.fake_worker import ids_of
 from tests.testing.until import until
 
@@ -62,6 +62,25 @@ async def test_the_oldest_request_gets_the_worker_first() -> None:
     # It comes when the others have been woken and have not run yet.
     await asyncio.gather(ask(4.0), *asking)
     assert admitted == [1.0, 2.0, 3.0, 4.0]
+
+
+async def test_tenants_get_the_worker_in_turn() -> None:
+    workers, admitted = Workers(), list[str]()
+    queue = queue_of(workers)
+
+    async def ask(arrival: float, work: Work) -> None:
+        await queue.turn(arrival, math.inf, work)
+        admitted.append(f"{work.tenant}{arrival:.0f}")
+
+    flood = [ask(arrival, Work("flood", 10)) for arrival in range(4)]
+    small = [ask(arrival, Work("small", 10)) for arrival in (4, 5)]
+    heavy = [ask(arrival, Work("heavy", 30, 2)) for arrival in (6, 7)]
+    asking = [asyncio.create_task(each) for each in (*flood, *small, *heavy)]
+    await settle()
+    workers.is_there = True
+    queue.wake()
+    await asyncio.gather(*asking)
+    assert admitted == ["flood0", "small4", "heavy6", "flood1", "small5", "heavy7", "flood2", "flood3"]
 
 
 async def test_with_a_worker_nothing_waits() -> None:

@@ -77,7 +77,7 @@ class Setup:
         sequence.tally.num_generated_tokens = num_generated
         if sequences is not None:
             sequences.append(sequence)
-        context = Mock(invocation_metadata=lambda: ())
+        context = Mock(invocation_metadata=lambda: (), time_remaining=lambda: None)
         with self.requests.run("decode", message, sequence, context):
             if error is not None:
                 raise error
@@ -153,7 +153,7 @@ async def test_an_abort_returns_what_its_attempt_had_generated_when_it_was_ended
 
 async def test_an_abort_returns_what_an_attempt_generated_that_ended_by_itself(setup: Setup) -> None:
     sequence = Sequence("a#0", [5], 1, SamplingParams(), b"")
-    context = Mock(invocation_metadata=lambda: ())
+    context = Mock(invocation_metadata=lambda: (), time_remaining=lambda: None)
     with setup.requests.run("decode", worker_pb2.Sequence(sequence_id="a"), sequence, context):
         sequence.tally.num_generated_tokens = 5
     assert await setup.requests.abort(["a"], 0) == 5
@@ -170,3 +170,14 @@ async def test_an_abort_counts_the_step_that_ends_meanwhile(setup: Setup) -> Non
     setup.engine.on_call = step
     assert await setup.requests.abort(["a"], 0) == 3
     await asyncio.wait([task])
+
+
+@pytest.mark.parametrize(("priority", "remaining", "expected"), [(0, None, 10), (-3, 60.0, -20), (0, 2.0, 2)])
+async def test_priority_and_deadline_move_a_request_in_the_engines_order(
+    priority: int, remaining: float | None, expected: float
+) -> None:
+    sequence = Sequence("a#0", [5], 1, SamplingParams(), b"")
+    context = Mock(invocation_metadata=lambda: (), time_remaining=lambda: remaining)
+    message = worker_pb2.Sequence(sequence_id="a", priority=priority)
+    with Setup().requests.run("decode", message, sequence, context):
+        assert sequence.patience == expected

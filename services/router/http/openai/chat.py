@@ -112,6 +112,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
             request_id=self._name,
             format=answer_format(body),
             cache_salt=body.cache_salt,
+            priority=body.priority,
         )
         return [generation]
 

@@ -75,6 +75,7 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
                 request_id=self._name if len(prompts) == 1 else _part(self._name, at),
                 format=form,
                 cache_salt=body.cache_salt,
+                priority=body.priority,
             )
             for at, prompt in enumerate(prompts)
         ]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from google.protobuf.message import Message
 from pydantic import ConfigDict, Field
 
+from quire.fairness.patience import MAX_PRIORITY
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.sampling.messages import format_to_proto
@@ -101,7 +102,9 @@ class GenerationFields(AnswerFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Literal[0] | None = Field(None, description="Requests are first come, first served.")
+    priority: (
+        Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower is sooner.")] | None
+    ) = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = Field(None, description="Return the n best of a search with n beams.")

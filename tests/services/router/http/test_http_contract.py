@@ -93,7 +93,7 @@ FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/completions", {"prompt": 5}, "prompt", "valid string; or input should be a valid"),
     ("/v1/completions", {"prompt": [[1], [2, "x"]]}, "prompt.1.1", "valid integer"),
     ("/v1/completions", {"stop": ["a", ""]}, "stop.1", "at least 1 character"),
-    ("/v1/completions", {"priority": 1}, "priority", "should be 0"),
+    ("/v1/completions", {"priority": 101}, "priority", "less than or equal to 100"),
     ("/v1/completions", {"prompt": [9999]}, "prompt[0]", "below 320"),
     ("/v1/completions", {"prompt": "x" * 100}, "prompt", "maximum context length is 64 tokens"),
     ("/v1/completions", {"prompt": "\ud800"}, "body", "Invalid JSON"),

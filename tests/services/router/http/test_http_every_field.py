@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
+    "priority": 5,
     "allowed_token_ids": [5],
     "bad_words": ["x"],
     "use_beam_search": True,
@@ -57,8 +58,8 @@ VALUES: dict[str, Any] = {
     "prompt_cache_key": "x",
 }
 """For each field, a value that differs from its default."""
-REFUSED = {"priority": 1}
-"""Fields that have only one valid value, and another value."""
+REFUSED = {"priority": 101}
+"""Values that are not served."""
 
 
 def without_effect() -> set[str]:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire.rpc.errors import BadFileError, Unauthenticated
+from quire.rpc.errors import BadFileError, InvalidArgument, Unauthenticated
 from quire.services.router.tenants.api_keys import ApiKeys, NoKeys, Tenant, new_key, read_keys
 from quire.services.server.log import configure_logging
 
@@ -25,12 +25,22 @@ def write(path: Path, *lines: str) -> Path:
 
 
 def test_the_line_of_a_new_key_is_enough_to_know_it(tmp_path: Path) -> None:
-    tenant = Tenant("acme", tokens_per_minute=6000, max_requests=4, max_waiting=2)
+    tenant = Tenant("acme", tokens_per_minute=6000, max_requests=4, max_waiting=2, weight=3, priority=2)
     made = new_key(tenant)
     assert made.key not in made.line
     keys = ApiKeys(write(tmp_path / "keys", "# ours", "", f"{made.line}  # of march"))
     assert keys.authenticate(bearer(made.key)) == tenant
     assert len({new_key(tenant).key for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize(("name", "least"), [("acme", -2), ("", -100)])
+def test_a_key_says_how_urgent_requests_may_be(name: str, least: int) -> None:
+    tenant = Tenant(name, priority=2)
+    for allowed in (least, 0, 100):
+        tenant.check_priority(allowed)
+    for refused in (least - 1, 101):
+        with pytest.raises(InvalidArgument, match=f"must be from {least} to 100"):
+            tenant.check_priority(refused)
 
 
 def test_a_key_may_have_the_header_of_anthropics_clients(tmp_path: Path) -> None:
