@@ -127,14 +127,16 @@ class Attempt:
     def _count_load(self) -> Iterator[OnParts]:
         """Count the tokens on the workers; once an answer grows, its prompt has been computed."""
         resident, pending = self._placement.resident_tokens, self._placement.pending_tokens
-        dispatched = self._workers.dispatched
+        dispatched, tenant = self._workers.dispatched, self._sequence.cache_scope.tenant
         if self.prefill is None:
-            with dispatched(self.decode, pending_tokens=pending, resident_tokens=resident) as computed:
+            with dispatched(
+                self.decode, tenant, pending_tokens=pending, resident_tokens=resident
+            ) as computed:
                 yield computed
             return
         with (
             dispatched(self.decode, resident_tokens=resident),
-            dispatched(self.prefill, pending_tokens=pending) as computed,
+            dispatched(self.prefill, tenant, pending_tokens=pending) as computed,
         ):
             yield computed
 

@@ -175,7 +175,7 @@ class WorkerChoice:
             CandidateWorker(
                 worker.worker_id,
                 capacity_tokens=max(1, worker.info.num_blocks) * block_size,
-                pending_tokens=worker.pending_tokens + worker.load_of_others.pending_tokens,
+                pending_tokens=worker.pending_before(self._scope.tenant, len(group.token_ids)),
                 resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
                 num_requests=worker.num_requests + worker.load_of_others.num_requests,
                 is_unhealthy=self._is_unhealthy(worker)

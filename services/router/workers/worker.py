@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,8 @@ class Worker:
     """Number of this router's requests in flight on the worker."""
     pending_tokens: int = 0
     """Pending prefill tokens: those that it has to compute before the first tokens of its requests."""
+    pending_by_tenant: Counter[str] = field(default_factory=Counter)
+    """The same by tenant."""
     resident_tokens: int = 0
     """Resident tokens: those of the sequences whose blocks it keeps."""
     load_of_others: worker_pb2.TotalLoad = field(default_factory=worker_pb2.TotalLoad)
@@ -123,6 +126,19 @@ class Worker:
     def can_serve(self) -> bool:
         """Whether it may get requests: their outputs have a stream, and nothing is known to be wrong."""
         return self.connection.outputs.is_open and self.health.can_serve
+
+    def pending_before(self, tenant: str, num_tokens: int) -> int:
+        """Return how many pending tokens it computes before a tenant's prompt; it serves tenants in turn.
+
+        Requests of other routers count as those of one other tenant, if there are tenants.
+        """
+        others = [num for name, num in self.pending_by_tenant.items() if name != tenant]
+        own = self.pending_tokens - sum(others)
+        if tenant:
+            others.append(self.load_of_others.pending_tokens)
+        else:
+            own += self.load_of_others.pending_tokens
+        return own + sum(min(num, own + num_tokens) for num in others)
 
     @property
     def stub(self) -> worker_pb2_grpc.WorkerServiceStub:

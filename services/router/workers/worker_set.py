@@ -117,7 +117,7 @@ class WorkerSet:
 
     @contextmanager
     def dispatched(
-        self, worker: Worker, *, pending_tokens: int = 0, resident_tokens: int = 0
+        self, worker: Worker, tenant: str = "", *, pending_tokens: int = 0, resident_tokens: int = 0
     ) -> Iterator[Callable[[], None]]:
         """Count a request and its tokens as in flight on a worker until the context ends.
 
@@ -125,12 +125,16 @@ class WorkerSet:
         """
         worker.num_requests += 1
         worker.pending_tokens += pending_tokens
+        worker.pending_by_tenant[tenant] += pending_tokens
         worker.resident_tokens += resident_tokens
         left = pending_tokens
 
         def computed() -> None:
             nonlocal left
             worker.pending_tokens -= left
+            worker.pending_by_tenant[tenant] -= left
+            if not worker.pending_by_tenant[tenant]:
+                del worker.pending_by_tenant[tenant]
             left = 0
 
         try:

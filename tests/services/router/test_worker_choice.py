@@ -23,7 +23,11 @@ PROMPT = PlannedPrompt(160, [bytes([index]) * 16 for index in range(10)], {"p": 
 
 def worker(name: str) -> Any:
     return Mock(
-        worker_id=name, pending_tokens=0, resident_tokens=0, num_requests=0, info=Mock(num_blocks=1000)
+        worker_id=name,
+        pending_before=lambda tenant, num_tokens: 0,
+        resident_tokens=0,
+        num_requests=0,
+        info=Mock(num_blocks=1000),
     )
 
 

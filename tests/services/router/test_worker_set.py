@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
@@ -15,6 +16,7 @@ from quire.protos import worker_pb2
 from quire.services.router.execution.worker_calls import WorkerCalls
 from quire.services.router.workers.health import PENALTY_SECONDS
 from quire.services.router.workers.membership import Member, MembershipLost, StaticMembership
+from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.services.router.free_charge import free_charge
@@ -180,6 +182,25 @@ async def test_a_worker_with_another_secret_is_refused(cluster: Any, make_set: A
     worker.epoch = "2"
     await workers.refresh()
     assert ids_of(workers) == ["d1"]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "pending", "of_others", "before"),
+    [
+        ("flood", {"flood": 10_000, "small": 50}, 0, 10_050),
+        ("small", {"flood": 10_000, "small": 50}, 0, 50 + 100),
+        ("new", {"flood": 10_000, "small": 20}, 900, 50 + 20 + 50),
+        ("", {"": 10_000}, 900, 10_900),
+    ],
+)
+def test_a_tenant_waits_for_as_much_of_each_other_as_for_its_own(
+    tenant: str, pending: dict[str, int], of_others: int, before: int
+) -> None:
+    worker = Worker("h:1", worker_pb2.GetWorkerInfoResponse(), Mock())
+    worker.pending_by_tenant.update(pending)
+    worker.pending_tokens = sum(pending.values())
+    worker.load_of_others.pending_tokens = of_others
+    assert worker.pending_before(tenant, num_tokens=50) == before
 
 
 async def test_a_stopping_worker_leaves_with_its_lease_and_its_requests_continue(
