@@ -340,7 +340,8 @@ class Gateway(NamedTuple):
             workers, tokenizers = self._get("/workers")["workers"], self._get("/v1/tokenizers")["tokenizers"]
         except URLError:
             return False
-        return sum(worker["is_healthy"] for worker in workers) >= num_workers and bool(tokenizers)
+        has_tokenizer = any(tokenizer["name"] == "demo" for tokenizer in tokenizers)
+        return has_tokenizer and sum(worker["is_healthy"] for worker in workers) >= num_workers
 
     def _get(self, path: str) -> Any:
         with urlopen(f"{self.url}{path}", timeout=WAIT_SECONDS) as response:
