@@ -67,7 +67,7 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     match field.type:
         case FieldDescriptor.TYPE_UINT32 | FieldDescriptor.TYPE_FIXED32:
             return st.sampled_from([*integers, 2**32 - 1]) | st.integers(0, 300)
-        case FieldDescriptor.TYPE_INT32 | FieldDescriptor.TYPE_INT64:
+        case FieldDescriptor.TYPE_INT32 | FieldDescriptor.TYPE_SINT32 | FieldDescriptor.TYPE_INT64:
             return st.sampled_from([*integers, -1, -(2**31)]) | st.integers(0, 300)
         case FieldDescriptor.TYPE_UINT64 | FieldDescriptor.TYPE_FIXED64:
             return st.sampled_from([*integers, 2**64 - 1])

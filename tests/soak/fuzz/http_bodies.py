@@ -30,7 +30,6 @@ BOTH: Mapping[str, Field] = {
     "stream_options": field(0.1, lambda _: {"include_usage": True}, {}, [], {"other": 1}),
     "skip_special_tokens": field(0.1, lambda _: False, "no"),
     "return_tokens_as_token_ids": field(0.05, lambda _: True, 1),
-    "priority": field(0.05, lambda _: 0, 1),
     "user": field(0.05, lambda _: "somebody", {"a": [1]}),
     "unknown_member": field(0.0, lambda _: None),
 }

@@ -137,6 +137,7 @@ FIELDS: Mapping[str, Field] = _fields_of_floats() | {
     "Generation.request_id": field(0.1, lambda random: f"fuzz-{random.randrange(10)}", *_STRINGS),
     "Generation.cache_salt": field(0.2, lambda random: f"salt {random.randrange(3)}", *_STRINGS),
     "Generation.session": field(0.2, lambda random: f"session {random.randrange(3)}", *_STRINGS),
+    "Generation.priority": field(0.2, _integers(-100, 100), *_LIMITS_OF_SIGNED),
     "Generation.received": Field(0.03, _received, _odd_received),
     "Generation.origin": field(0.03, lambda _: "another model", *_STRINGS),
     "ResponseFormat.json_schema": Field(1.0, random_schema, random_schema),
