@@ -2,8 +2,8 @@
 
 ::
 
-    root      = HMAC-SHA256(cluster secret, "quire-kv-1" | TLV(descriptor) | TLV(tenant) | TLV(salt)?)
-                truncated to 16 bytes; an empty salt is left out
+    root      = HMAC-SHA256(cluster secret, "quire-kv-1" | TLV(descriptor) | TLV(tenant) | TLV(salt)?
+                | TLV(adapter)?) truncated to 16 bytes; an empty salt or adapter is left out
     hash[i]   = SHA-256(hash[i-1] | tokens of block i as little-endian uint32), truncated to 16 bytes
     TLV       = tag (1 byte) | length (little-endian uint32) | bytes
 
@@ -28,6 +28,7 @@ _DOMAIN = b"quire-kv-1"
 _DESCRIPTOR_TAG = 1
 _TENANT_TAG = 2
 _SALT_TAG = 3
+_ADAPTER_TAG = 4
 
 
 class CacheScope(NamedTuple):
@@ -36,10 +37,12 @@ class CacheScope(NamedTuple):
     Attributes:
         tenant: the authenticated tenant; empty where the cluster has no tenants.
         salt: a subdivision of the tenant that the client chose; may be empty.
+        adapter: digest of the adapter's weights; empty without an adapter.
     """
 
     tenant: str = ""
     salt: str = ""
+    adapter: str = ""
 
 
 SHARED = CacheScope()
@@ -57,6 +60,8 @@ def root_hash(descriptor: bytes, secret: bytes, scope: CacheScope) -> bytes:
     message = _DOMAIN + _field(_DESCRIPTOR_TAG, descriptor) + _field(_TENANT_TAG, scope.tenant.encode())
     if scope.salt:
         message += _field(_SALT_TAG, scope.salt.encode())
+    if scope.adapter:
+        message += _field(_ADAPTER_TAG, scope.adapter.encode())
     return hmac.digest(secret, message, "sha256")[:HASH_BYTES]
 
 

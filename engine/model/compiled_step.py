@@ -29,6 +29,7 @@ from quire.kernels.cpu.attention_tiles import (
 from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.intrinsics import STORAGE
 from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.low_rank import SLOTS
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -85,6 +86,7 @@ class CompiledStep:
         self._attention = np.zeros(num_layers, attention.ARGUMENTS)
         # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
+        self._adapted: list[Any] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._keeps_all_rows = True
@@ -115,6 +117,7 @@ class CompiledStep:
         steps["logits"] = logits.data_ptr() + 4 * _first_column(self._recipe.head)
         if self._collectives is not None:
             steps["last_round"] = self._collectives.num_rounds
+        self._place_adapters(tensors)
         keeps_all_rows = metadata.max_new_tokens == 1 and num_kept == num_tokens
         if keeps_all_rows != self._keeps_all_rows:
             self._place_kept_rows(keeps_all_rows)
@@ -159,6 +162,24 @@ class CompiledStep:
         self._keeps_all_rows = keeps_all_rows
         for name, copies in _KEPT.items():
             self._step[1][name] = self._step[0][name if keeps_all_rows else copies]
+
+    def _place_adapters(self, tensors: StepTensors) -> None:
+        """Tell the program which tokens have which adapters; the second step has only the kept tokens."""
+        adapters = tensors.adapters
+        if adapters is None:
+            self._step["adapted"]["num_rows"] = 0
+            return
+        sums = torch.empty(
+            (max(tensors.input_ids.shape[0], tensors.logit_rows.shape[0]), SLOTS, adapters.max_rank)
+        )
+        kept = adapters.addresses[tensors.logit_rows.numpy()]
+        self._adapted = [sums]
+        for fields, addresses in zip(self._step["adapted"], (adapters.addresses, kept), strict=True):
+            rows = np.argsort(addresses, kind="stable")[np.count_nonzero(addresses == 0) :]
+            self._adapted += [addresses, rows]
+            fields["num_rows"], fields["rows"] = len(rows), rows.ctypes.data
+            fields["updates"], fields["sums"] = addresses.ctypes.data, sums.data_ptr()
+            fields["max_rank"], fields["item_bytes"] = adapters.max_rank, self._dtype.itemsize
 
     def _logits(self, num_logits: int) -> torch.Tensor:
         stride = int(self._step[0]["logits_stride"])

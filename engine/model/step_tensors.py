@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from quire.kernels.metadata import AttentionMetadata
+
+
+class RowAdapters(NamedTuple):
+    """The adapters of a step's tokens.
+
+    Attributes:
+        addresses: ``[num_tokens]``, see ``Adapter.address``; 0 for none.
+        max_rank: the largest of their ranks.
+    """
+
+    addresses: np.ndarray[tuple[int], np.dtype[np.int64]]
+    max_rank: int
 
 
 class StepTensors(NamedTuple):
@@ -18,6 +31,7 @@ class StepTensors(NamedTuple):
         logit_rows: int64 ``[num_logits + num_hidden]``, indices of the tokens after which logits are needed,
             and then of those whose hidden states are needed.
         metadata: the sequences of the tokens, and the slots for their keys and values.
+        adapters: None if no token has one.
     """
 
     input_ids: torch.Tensor
@@ -25,6 +39,7 @@ class StepTensors(NamedTuple):
     logit_rows: torch.Tensor
     metadata: AttentionMetadata
     num_hidden: int = 0
+    adapters: RowAdapters | None = None
 
     @property
     def num_logits(self) -> int:

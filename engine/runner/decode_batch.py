@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quire.engine.model.step_tensors import StepTensors
+from quire.engine.runner.row_adapters import row_adapters
 from quire.engine.runner.step_tables import Int32s, StepTables
 from quire.engine.sequences.sequence import ScheduledSequence
 from quire.kernels.metadata import AttentionMetadata
@@ -42,6 +43,7 @@ class DecodeBatch:
                 slot_mapping=torch.from_numpy(self._slots),
                 max_new_tokens=1,
             ),
+            adapters=row_adapters(scheduled),
         )
 
     @staticmethod

@@ -14,6 +14,7 @@ from quire.engine.model.compiled_step import CompiledStep
 from quire.engine.model.decode_graphs import Capture, DecodeGraphs
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.decode_batch import DecodeBatch
+from quire.engine.runner.row_adapters import row_adapters
 from quire.engine.runner.step_tables import Int32s, StepTables
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence
@@ -89,6 +90,7 @@ class ModelRunner:
             torch.from_numpy(np.concatenate([packed.rows_to_sample, *scored, *pooled], dtype=np.int64)),
             metadata,
             sum(map(len, pooled)),
+            row_adapters(scheduled),
         )
 
     @torch.inference_mode()

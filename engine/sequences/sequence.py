@@ -17,6 +17,7 @@ from typing import NamedTuple
 from quire.engine.errors import RequestFailedError
 from quire.engine.sequences.pooling import PooledPrompt
 from quire.engine.structured_output.logits_rules import LogitsRules
+from quire.kernels.adapter import Adapter
 from quire.sampling.params import SamplingParams
 
 NO_BLOCK = -1
@@ -80,6 +81,8 @@ class Sequence:
     """The client's weight: its part of the steps is proportional to it."""
     patience: float = 0.0
     """Seconds that move the request back in the order of arrival; see ``fairness/patience.py``."""
+    adapter: Adapter | None = None
+    """The adapter that computes it; its digest must be part of ``root_hash``. None: the model alone."""
     stops_after_prefill: bool = False
     """True on a prefill worker: the sequence ends with its prompt, but keeps its blocks until released."""
     samples_tokens: bool = True

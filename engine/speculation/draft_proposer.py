@@ -147,6 +147,7 @@ def _blank_copy(sequence: Sequence) -> Sequence:
     return replace(
         sequence.copy(sequence.index),
         params=params,
+        adapter=None,
         block_table=[],
         num_computed_tokens=0,
         num_sealed_blocks=0,

@@ -36,11 +36,12 @@ def model_digest(
     state = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode())
     state.update(f"\n{_ROUNDINGS.get(weight_dtype, weight_dtype)}".encode())
     with ThreadPoolExecutor() as pool:  # xxhash releases the GIL
-        for description in pool.map(lambda name: _describe(name, read(name)), sorted(names)):
+        for description in pool.map(lambda name: describe_tensor(name, read(name)), sorted(names)):
             state.update(description)
     return state.hexdigest()[:32]
 
 
-def _describe(name: str, tensor: torch.Tensor) -> bytes:
+def describe_tensor(name: str, tensor: torch.Tensor) -> bytes:
+    """Return the name, type, shape and digest of a tensor on the CPU."""
     digest = xxhash.xxh3_128_digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode() + digest

@@ -26,7 +26,7 @@ def check_weights_and_configuration(folder: Path) -> None:
             "load the model with transformers and save it again with save_pretrained"
         )
     for name in _weight_files(folder):
-        _check_safetensors(folder / name)
+        check_safetensors(folder / name)
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -39,7 +39,7 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted({*shards.values()})
 
 
-def _check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path) -> None:
     """Check that a file has a header, and as many bytes as its header says."""
     try:
         with safe_open(path, framework="numpy"):

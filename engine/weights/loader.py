@@ -198,8 +198,8 @@ def _check_files(folder: Path) -> None:
     """Raise OSError for a folder that transformers cannot read in the way that quire expects."""
     if (folder / "adapter_config.json").exists():
         raise OSError(
-            f"{folder} holds an adapter (adapter_config.json), which quire does not apply: "
-            "merge it into its model"
+            f"{folder} holds an adapter (adapter_config.json), which is no model: "
+            "serve its model with --lora name=folder, or merge it into its model"
         )
     check_weights_and_configuration(folder)
 

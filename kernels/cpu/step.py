@@ -33,6 +33,7 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
+from quire.kernels.cpu.low_rank import ADAPTED, LINEARS, add_updates, project
 from quire.kernels.cpu.nibble_product import encode_groups
 from quire.kernels.cpu.packed_product import (
     BY_GROUP,
@@ -151,6 +152,7 @@ STEP = np.dtype(
         ("no_norm", NORM),
         ("head", LINEAR),
         ("no_linear", LINEAR),
+        ("adapted", ADAPTED),
     ]
 )
 """A step: the model, its buffers, and the step's tokens.
@@ -161,6 +163,8 @@ computed. Only the first ``num_logits`` tokens get logits; ``normed`` ends with 
 """
 
 COUNTERS_PER_LAYER = 4
+_NUM_LINEARS, _OUTPUT, _GATE, _DOWN = len(LINEARS), *map(LINEARS.index, ("output", "gate", "down"))
+_NOT_ADAPTED = -1
 
 
 @exact
@@ -299,6 +303,8 @@ def _run_linear(
     one: Any,
     two: Any,
     three: Any,
+    adapted: Any,
+    first_linear: int,
     counter: int,
     inputs: int,
     input_stride: int,
@@ -309,7 +315,10 @@ def _run_linear(
     item_bytes: int,
     stored: Any,
 ) -> None:
-    """Compute up to three linear layers of the same inputs; their outputs lie side by side."""
+    """Compute up to three linear layers of the same inputs; their outputs lie side by side.
+
+    ``first_linear`` is the index of their first update of low rank, or ``_NOT_ADAPTED``.
+    """
     keep_apart()
     num_units = one.num_units + two.num_units + three.num_units
     while True:
@@ -317,29 +326,35 @@ def _run_linear(
         if program >= num_units * -(-num_rows // ROWS):
             break
         unit, first = program % num_units, program // num_units * ROWS
-        linear, own_unit = one, unit
+        linear, own_unit, slot = one, unit, 0
         if unit >= one.num_units:
-            linear, own_unit = two, unit - one.num_units
+            linear, own_unit, slot = two, unit - one.num_units, 1
             if own_unit >= two.num_units:
-                linear, own_unit = three, own_unit - two.num_units
+                linear, own_unit, slot = three, own_unit - two.num_units, 2
+        outputs = output + 4 * (first * output_stride + unit * UNIT)
+        count = min(ROWS, num_rows - first)
         _multiply(
             linear,
             own_unit,
             inputs + first * input_stride,
             input_stride,
-            output + 4 * (first * output_stride + unit * UNIT),
+            outputs,
             output_stride,
-            min(ROWS, num_rows - first),
+            count,
             storage,
             item_bytes,
             stored,
         )
+        if adapted.num_rows != 0 and first_linear != _NOT_ADAPTED:
+            index, rows = first_linear + slot, (first, count)
+            add_updates(adapted, index, slot, rows, own_unit, outputs, output_stride, storage)
 
 
 @exact
 def _add_linear(
     args: Any,
     linear: Any,
+    first_linear: int,
     borders_at: int,
     bias: int,
     counter: int,
@@ -363,6 +378,8 @@ def _add_linear(
             linear,
             args.no_linear,
             args.no_linear,
+            args.adapted,
+            first_linear,
             counter,
             inputs,
             input_stride,
@@ -452,7 +469,9 @@ def _finish_sums(output: int, width: int, bias: int, first: int, end: int, stora
 
 
 @exact
-def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int, stored: Any) -> None:
+def _run_gate(
+    args: Any, layer: Any, first_linear: int, counter: int, storage: Any, item_bytes: int, stored: Any
+) -> None:
     """Compute the first half of the MLP: ``activation(gate) * up``, or ``activation(gate)`` without up."""
     keep_apart()
     gates = np.empty((ROWS, UNIT), np.float32)
@@ -468,6 +487,9 @@ def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int
         _multiply(
             layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes, stored
         )
+        adapted, rows = args.adapted, (first, num_rows)
+        if adapted.num_rows != 0:
+            add_updates(adapted, first_linear, 0, rows, unit, gates_at, UNIT, storage)
         activate(layer.activation, gates_at, num_rows * UNIT, storage)
         output = args.mlp + 4 * (first * stride + unit * UNIT)
         outputs = carray(pointer(output, np.float32), (num_rows, stride))
@@ -475,6 +497,8 @@ def _run_gate(args: Any, layer: Any, counter: int, storage: Any, item_bytes: int
             _multiply(
                 layer.up, unit, inputs, input_stride, output, stride, num_rows, storage, item_bytes, stored
             )
+            if adapted.num_rows != 0:
+                add_updates(adapted, first_linear + 1, 1, rows, unit, output, stride, storage)
             for row in range(num_rows):
                 for column in range(UNIT):
                     outputs[row, column] = narrow(gates[row, column] * outputs[row, column], storage)
@@ -603,6 +627,8 @@ def _compute_logits(
         args.head,
         args.no_linear,
         args.no_linear,
+        args.adapted,
+        _NOT_ADAPTED,
         args.counters + 8 * COUNTERS_PER_LAYER * args.num_layers,
         _operands(args, args.normed, stored),
         row_bytes(size, stored),
@@ -656,6 +682,25 @@ def _attend(
 
 
 @exact
+def _project(
+    args: Any,
+    first_linear: int,
+    num_linears: int,
+    inputs: int,
+    stride: int,
+    thread: int,
+    num_threads: int,
+    phase: int,
+    storage: Any,
+) -> int:
+    """Compute what the updates of low rank of some linear layers add up; return the next phase."""
+    if args.adapted.num_rows == 0:
+        return phase
+    project(args.adapted, first_linear, num_linears, inputs, stride, (thread, num_threads), storage)
+    return _wait(args, num_threads, phase)  # type: ignore[no-any-return]
+
+
+@exact
 def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))
@@ -671,10 +716,14 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         layer = layers[index]
         is_last = index == args.num_layers - 1
         counters = args.counters + 8 * COUNTERS_PER_LAYER * index
+        linears = _NUM_LINEARS * index
+        phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
         _run_linear(
             layer.query,
             layer.key,
             layer.value,
+            args.adapted,
+            linears,
             counters,
             _operands(args, args.normed, stored),
             row_bytes(size, stored),
@@ -698,9 +747,12 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         _encode_rows(args, args.attended, attended_size, first, end, stored)
         if item_bytes < 4 or drops_rows or input_form(stored) != FLOATS:
             phase = _wait(args, num_threads, phase)
+        at = linears + _OUTPUT
+        phase = _project(args, at, 1, args.attended, attended_size, thread, num_threads, phase, storage)
         phase, round_number = _add_linear(
             args,
             layer.output,
+            at,
             layer.output_borders,
             layer.output_bias,
             counters + 8,
@@ -716,14 +768,19 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         )
         _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
         phase = _wait(args, num_threads, phase)
-        _run_gate(args, layer, counters + 16, storage, item_bytes, stored)
+        at = linears + _GATE
+        phase = _project(args, at, _DOWN - _GATE, args.normed, size, thread, num_threads, phase, storage)
+        _run_gate(args, layer, at, counters + 16, storage, item_bytes, stored)
         phase = _wait(args, num_threads, phase)
         if input_form(stored) != FLOATS:
             _encode_rows(args, args.mlp, args.mlp_stride, first, end, stored)
             phase = _wait(args, num_threads, phase)
+        at = linears + _DOWN
+        phase = _project(args, at, 1, args.mlp, args.mlp_stride, thread, num_threads, phase, storage)
         phase, round_number = _add_linear(
             args,
             layer.down,
+            at,
             layer.down_borders,
             layer.down_bias,
             counters + 24,

@@ -26,7 +26,7 @@ from quire.kvindex.kv_layout import KvLayout
 
 DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "float32-1").descriptor()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
-scopes = st.builds(CacheScope, st.text(max_size=20), st.text(max_size=20))
+scopes = st.builds(CacheScope, *(st.text(max_size=20) for _ in CacheScope._fields))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 
 

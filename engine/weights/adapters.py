@@ -1,0 +1,190 @@
+"""Loads adapters (LoRA) in the format of PEFT, for models that run as one program on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.step_recipe import StepRecipe
+from quire.engine.weights.digest import describe_tensor
+from quire.engine.weights.files import check_safetensors
+from quire.engine.weights.loader import LoadedModel
+from quire.kernels.adapter import Adapter
+from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.low_rank import LINEARS, UPDATE, pack_a, pack_b
+from quire.models.file_checks import damaged, read_object
+from quire.models.source import find_model
+
+__all__ = ["Adapter", "UnsupportedAdapterError", "load_adapter"]
+
+MAX_RANK = 512
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_UNSUPPORTED = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+)
+"""Fields of an adapter's configuration that change what it computes."""
+_INITIAL = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to initialize an adapter that leave the model's own weights as they are."""
+
+
+class UnsupportedAdapterError(ValueError):
+    """The adapter, or an adapter of this model, cannot be served; the message names the reason."""
+
+
+class _Place(NamedTuple):
+    """Units of a packed linear layer that one linear layer of the step computes; its update's index."""
+
+    update: int
+    first_unit: int
+    num_units: int
+
+
+def check_adaptable(model: LoadedModel) -> StepRecipe:
+    """Return the recipe of a model that can have adapters.
+
+    Raises:
+        UnsupportedAdapterError: it cannot; the message says why.
+    """
+    if model.module.device.type != "cpu":
+        raise UnsupportedAdapterError("adapters run on the CPU only")
+    if model.collectives is not None:
+        raise UnsupportedAdapterError("adapters do not work with several ranks (--tensor-parallel-size)")
+    if model.recipe is None:
+        raise UnsupportedAdapterError(
+            f"adapters need a model that runs as one program, and {model.module.config.model_type} runs "
+            "module by module"
+        )
+    return model.recipe
+
+
+def load_adapter(path: str, model: LoadedModel) -> Adapter:
+    """Load an adapter for a model; its weights are rounded to the model's dtype.
+
+    Args:
+        path: a folder in PEFT's format, or a hub id.
+
+    Raises:
+        UnsupportedAdapterError: the adapter cannot be served, or not with this model.
+        OSError: there is no such adapter, or a file of it is missing or damaged.
+    """
+    places = _places(check_adaptable(model), model)
+    folder = find_model(path, (_CONFIG, _WEIGHTS))
+    config = read_object(folder / _CONFIG)
+    _check_config(config)
+    check_safetensors(folder / _WEIGHTS)
+    pairs = _pairs(folder / _WEIGHTS)
+    table = np.zeros(model.num_layers * len(LINEARS), UPDATE)
+    held: list[Any] = [table]
+    state = hashlib.sha256()
+    for name, (a, b) in sorted(pairs.items()):
+        if name not in places:
+            raise UnsupportedAdapterError(f"{name} is no linear layer of this model that can have an adapter")
+        linear, layers = places[name]
+        _check_shapes(name, a, b, linear)
+        scale = _scale(name, len(a), config)
+        state.update(describe_tensor(f"{name} A {scale!r}", a) + describe_tensor("B", b))
+        # The inputs of some layers are padded with zeros to whole units.
+        padded = torch.nn.functional.pad(a, (0, -a.shape[1] % UNIT))
+        packed_a, packed_b = pack_a(padded.to(model.dtype)), pack_b(b.to(model.dtype))
+        held += [packed_a, packed_b]
+        for place in layers:
+            units = packed_b[place.first_unit : place.first_unit + place.num_units]
+            address = units.data_ptr()
+            table[place.update] = packed_a.data_ptr(), address, a.shape[1], packed_a.shape[1], scale
+    return Adapter(state.hexdigest()[:32], table.ctypes.data, int(table["rank"].max()), held)
+
+
+def _places(recipe: StepRecipe, model: LoadedModel) -> dict[str, tuple[PackedLinear, list[_Place]]]:
+    """Return the linear layers that can have an adapter by name, each with its places in a step."""
+    by_linear: dict[PackedLinear, list[_Place]] = defaultdict(list)
+    for number, layer in enumerate(recipe.layers):
+        mlp = layer.mlp
+        first = len(LINEARS) * number
+        for offset, linear in enumerate((*layer.projections, layer.output)):
+            index = LINEARS.index("output") if linear is layer.output else offset
+            by_linear[linear].append(_Place(first + index, 0, linear.packed.num_units))
+        num_units = -(-mlp.size // UNIT)
+        by_linear[mlp.gate].append(_Place(first + LINEARS.index("gate"), 0, num_units))
+        if mlp.up is not None:
+            first_unit = mlp.first_up_column // UNIT
+            by_linear[mlp.up].append(_Place(first + LINEARS.index("up"), first_unit, num_units))
+        by_linear[mlp.down].append(_Place(first + LINEARS.index("down"), 0, mlp.down.packed.num_units))
+    return {
+        name: (module, by_linear[module])
+        for name, module in model.module.named_modules()
+        if isinstance(module, PackedLinear) and module in by_linear
+    }
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedAdapterError(f"peft_type is {config.get('peft_type')!r}, and only LORA is supported")
+    for field in _UNSUPPORTED:
+        if config.get(field):
+            raise UnsupportedAdapterError(f"{field} is not supported")
+    if config.get("bias", "none") != "none":
+        raise UnsupportedAdapterError(f"bias {config['bias']!r} is not supported")
+    if (initial := config.get("init_lora_weights")) not in _INITIAL:
+        raise UnsupportedAdapterError(
+            f"init_lora_weights {initial!r} is not supported: it changes the model's own weights"
+        )
+
+
+def _pairs(path: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return A and B by the name of their linear layer."""
+    found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for key, tensor in load_file(path).items():
+        match = _TENSOR.fullmatch(key)
+        if match is None:
+            raise UnsupportedAdapterError(f"the tensor {key} is not supported")
+        found[match[1]][match[2]] = tensor
+    if not found:
+        raise damaged(path, "has no tensors")
+    if missing := [name for name, both in found.items() if both.keys() != {"A", "B"}]:
+        raise damaged(path, f"has only one of lora_A and lora_B for {missing[0]}")
+    return {name: (both["A"], both["B"]) for name, both in found.items()}
+
+
+def _check_shapes(name: str, a: torch.Tensor, b: torch.Tensor, linear: PackedLinear) -> None:
+    rank = len(a)
+    expected = (rank, linear.in_features), (linear.out_features, rank)
+    if (tuple(a.shape), tuple(b.shape)) != expected:
+        raise UnsupportedAdapterError(
+            f"{name} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}; this model needs "
+            f"{expected[0]} and {expected[1]}"
+        )
+    if not 0 < rank <= MAX_RANK:
+        raise UnsupportedAdapterError(f"{name} has rank {rank}; it must be from 1 to {MAX_RANK}")
+
+
+def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Return the factor of an update, by PEFT's rules."""
+    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
+    own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
+    alpha = next(own, config.get("lora_alpha"))
+    if not isinstance(alpha, int | float):
+        raise UnsupportedAdapterError(f"lora_alpha is {alpha!r}, which is no number")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
