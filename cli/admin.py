@@ -146,6 +146,31 @@ def clear_cache(
         typer.echo(f"{worker_id}: {num_blocks} blocks")
 
 
+@app.command("add-adapter")
+@spread
+def add_adapter(
+    *,
+    name: Annotated[str, typer.Argument(help="Name that requests give as their model.")],
+    path: Annotated[str, typer.Argument(help="Its folder on the workers' machines, or hub id.")],
+    connection: AdminConnection,
+) -> None:
+    """Load an adapter (LoRA) on every worker; running requests keep the weights that they began with."""
+    with _router(connection) as router:
+        digest = router.add_adapter(name, path)
+    typer.echo(f"{name} is served, with the digest {digest}")
+
+
+@app.command("remove-adapter")
+@spread
+def remove_adapter(
+    *, name: Annotated[str, typer.Argument(help="Its name.")], connection: AdminConnection
+) -> None:
+    """Unload an adapter on every worker; the requests that use it go on."""
+    with _router(connection) as router:
+        router.remove_adapter(name)
+    typer.echo(f"{name} is served no more")
+
+
 @app.command("log-level")
 @spread
 def log_level(

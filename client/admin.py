@@ -110,6 +110,23 @@ class AdminClient:
             request = pb.ClearWorkerCachesRequest(worker_ids=worker_ids)
             return dict(self._stub.ClearWorkerCaches(request, timeout=self._timeout).num_blocks)
 
+    def add_adapter(self, name: str, path: str, *, timeout: float = 600.0) -> str:
+        """Load an adapter on every worker, or other weights under its name; return the weights' digest.
+
+        Args:
+            name: requests name it as their model.
+            path: its folder on the workers' machines, or hub id.
+            timeout: seconds to wait.
+        """
+        with typed_errors():
+            request = pb.AddAdapterRequest(name=name, path=path)
+            return str(self._stub.AddAdapter(request, timeout=timeout).digest)
+
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter on every worker; the requests that use it go on."""
+        with typed_errors():
+            self._stub.RemoveAdapter(pb.RemoveAdapterRequest(name=name), timeout=self._timeout)
+
     def change_log_level(self, level: Literal["debug", "info", "warning", "error"]) -> list[str]:
         """Change the log level of the router and its workers; return the ids of the workers that did so."""
         with typed_errors():

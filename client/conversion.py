@@ -220,6 +220,7 @@ def to_model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
         num_prefill_workers=response.num_prefill_workers,
         num_decode_workers=response.num_decode_workers,
         sampling_defaults=dict(response.sampling_defaults),
+        adapters=tuple(response.adapters),
     )
 
 

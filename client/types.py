@@ -138,7 +138,7 @@ class GenerationOptions(TypedDict, total=False):
     template_arguments: Mapping[str, Any] | None
     """In a conversation, further variables of the model's chat template."""
     model: str | None
-    """Name of the served model; by default the only one."""
+    """Name of the served model, or of an adapter of it; by default the model."""
     request_id: str | None
     """Name of the request in the server's logs."""
     cache_salt: str | None
@@ -308,3 +308,5 @@ class ModelInfo:
     num_decode_workers: int
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """The model's own defaults of sampling parameters, and of ``max_tokens``."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that requests may give as their ``model``."""

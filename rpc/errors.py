@@ -27,6 +27,8 @@ SUSPECTED = "SUSPECTED_OF_ENDING_WORKERS"
 """Reason: several workers died while they served the request."""
 TOO_LATE = "TOO_LATE"
 """Reason: the request would begin only after its deadline."""
+ADAPTER_NOT_LOADED = "ADAPTER_NOT_LOADED"
+"""Reason: no worker that could serve the request has its adapter, or not with the same weights."""
 DRAINING = "DRAINING"
 """Reason: the server is about to stop, or was drained."""
 

@@ -12,7 +12,7 @@ from quire.rpc.errors import InvalidArgument
 from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 from quire.services.requests.prompts import encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import ValidRequest, check_model, validate
+from quire.services.requests.validation import ValidRequest, find_adapter, validate
 
 MAX_INPUTS = 2048
 
@@ -29,7 +29,7 @@ async def validate_embeddings(
         InvalidArgument: a field is invalid, or the model makes no embeddings; the error names the field.
         NotFound: the request names another model.
     """
-    check_model(request.model, model)
+    find_adapter(request.model, model)
     _check_sizes(request, model)
     longest = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
     if longest is not None and longest != -1 and longest < 1:
@@ -39,6 +39,7 @@ async def validate_embeddings(
         stopping=pb.StoppingParams(max_tokens=1),
         request_id=request.request_id or secrets.token_hex(8),
         cache_salt=request.cache_salt,
+        model=request.model,
     )
     texts = []
     for at, given in enumerate(request.inputs):

@@ -12,12 +12,13 @@ OTHER_ORIGIN = "OTHER_ORIGIN"
 
 
 def check_received(
-    generation: pb.Generation, params: SamplingParams, num_best: int | None, model: ServedModel
+    generation: pb.Generation, params: SamplingParams, num_best: int | None, model: ServedModel, adapter: str
 ) -> None:
     """Refuse to continue answers that could differ from what the client has received.
 
     Args:
         num_best: number of answers to return of those sampled; None: all.
+        adapter: digest of the adapter; empty for none.
 
     Raises:
         InvalidArgument: the answers cannot be continued one by one, or what was received is malformed.
@@ -39,7 +40,7 @@ def check_received(
             raise InvalidArgument(field, "must be absent with received: such answers cannot be continued")
     if not generation.sampling.HasField("seed"):
         raise InvalidArgument("sampling.seed", "must be set with received, to the seed of the first tokens")
-    if generation.origin != model.origin:
+    if generation.origin != model.origin(adapter):
         raise FailedPrecondition(
             "the received tokens come from another model, or from one that is computed in another way; "
             "begin the request again",

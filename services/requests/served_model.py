@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -22,6 +22,7 @@ class ServedModel:
 
     Attributes:
         cache_descriptor: that of the workers; it changes when they get another arithmetic.
+        adapters: returns the present digests of the adapters by name; empty for one that no workers agree on.
     """
 
     name: str
@@ -39,12 +40,15 @@ class ServedModel:
     answer_format: AnswerFormat | None = None
     """How the model writes reasoning and tool calls; None if its files do not show it."""
     embedding: worker_pb2.EmbeddingModel = field(default_factory=worker_pb2.EmbeddingModel)
+    adapters: Callable[[], Mapping[str, str]] = dict
 
-    @property
-    def origin(self) -> str:
-        """Text that identifies the model and how it is computed; an answer may continue where it is equal."""
+    def origin(self, adapter: str) -> str:
+        """Return a text that identifies the model, how it is computed, and an adapter's digest, or none.
+
+        An answer may continue where it is equal.
+        """
         defaults = repr(sorted(self.sampling_defaults.items())) if self.sampling_defaults else ""
-        return blake2b(self.cache_descriptor + defaults.encode(), digest_size=8).hexdigest()
+        return blake2b(self.cache_descriptor + (defaults + adapter).encode(), digest_size=8).hexdigest()
 
 
 def load_served_model(

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import (
+    ADAPTER_NOT_LOADED,
     NO_TOKEN_LEFT,
     InvalidArgument,
     NotFound,
+    Unavailable,
     quoted,
 )
 from quire.sampling.constraints import check_vocabulary, contradiction
@@ -58,6 +60,8 @@ class ValidRequest:
     format: OutputFormat | None
     cache_salt: str
     priority: int = 0
+    adapter: str = ""
+    """Digest of the adapter that computes it; empty for none."""
     is_clamped: bool = False
     """Whether the model's length leaves fewer tokens than the client allows an answer to have."""
     received: Sequence[pb.ReceivedAnswer] = ()
@@ -78,8 +82,9 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     Raises:
         InvalidArgument: a field is invalid; the error names the field, the limit and the value.
         NotFound: the request names another model.
+        Unavailable: the workers have different weights under the adapter's name.
     """
-    check_model(generation.model, model)
+    adapter = find_adapter(generation.model, model)
     request_id = generation.request_id or secrets.token_hex(8)
     check_request_id(request_id)
     check_at_most(MAX_CACHE_SALT_CHARS, len(generation.cache_salt), "cache_salt", "characters")
@@ -118,7 +123,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         params = SamplingParams(**values)
         check_vocabulary(params, model.vocab_size)
     _check_contradictions(params, generation, model)
-    check_received(generation, params, num_best, model)
+    check_received(generation, params, num_best, model, adapter)
     return ValidRequest(
         request_id=request_id,
         prompt_field=generation.WhichOneof("prompt"),
@@ -129,24 +134,36 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         format=output_format,
         cache_salt=generation.cache_salt,
         priority=generation.priority,
+        adapter=adapter,
         is_clamped=generation.stopping.max_tokens > num_left,
         received=generation.received,
         division=division,
     )
 
 
-def check_model(name: str, model: ServedModel) -> None:
-    """Refuse the name of another model; an empty name stands for the served model.
+def find_adapter(name: str, model: ServedModel) -> str:
+    """Return the digest of the adapter of a name; empty for the served model, also by an empty name.
 
     Raises:
-        NotFound: the name is not the served model's.
+        NotFound: the name is neither the served model's nor that of an adapter.
+        Unavailable: the workers have different weights under the name.
     """
-    if name not in ("", model.name):
+    if name in ("", model.name):
+        return ""
+    digest = model.adapters().get(name)
+    if digest is None:
         raise NotFound(
             f"model {quoted(name)} is not served here; {model.name!r} is",
             reason="MODEL_NOT_FOUND",
             metadata={"field": "model", "served": model.name},
         )
+    if not digest:
+        raise Unavailable(
+            f"prefill and decode workers do not have the same weights of the adapter {quoted(name)}: load "
+            "them on all workers",
+            reason=ADAPTER_NOT_LOADED,
+        )
+    return digest
 
 
 def _check_for_model(values: Mapping[str, Any], generation: pb.Generation, model: ServedModel) -> None:

@@ -262,6 +262,7 @@ async def _cluster(
         name=config.served_model_name,
         generation_config=config.generation_config,
     )
+    model.adapters = workers.adapters
     layout = layout_from_proto(info.layout)
     blocks = Blocks(layout.block_size, layout.block_bytes)
     planner = Planner(config.placing, blocks, time.monotonic, Random())

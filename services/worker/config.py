@@ -33,6 +33,11 @@ def _transport_problem(name: str) -> str | None:
     return f"must be one of {', '.join([*TRANSPORTS, *sorted(others)])}; got {name!r}"
 
 
+def _lora_problem(named: tuple[str, ...]) -> str | None:
+    bad = [each for each in named if not all(each.partition("=")[::2])]
+    return f"must be name=folder; got {bad[0]!r}" if bad else None
+
+
 class DiskFolder(NamedTuple):
     """The folder for blocks on disk, and the most bytes of them."""
 
@@ -49,6 +54,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     """Settings of a worker.
 
     Attributes:
+        stream_interval: longest time in seconds that tokens wait to share a message; 0 sends each at once.
         num_sharing: number of workers, itself included, that divide the memory of its GPU or machine.
         cpus: processors to run on; None: all.
         kv_events: host:port at which it publishes KV events, by default the variable QUIRE_KV_EVENTS; it
@@ -112,15 +118,15 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "Folder and size for cached blocks that the host cache evicts, as /var/cache/quire:20GiB.",
         Panel.CACHE,
     )
-    stream_interval: float = setting(
-        0.05,
-        "--stream-interval",
-        "Longest time that a worker delays tokens to send several in one message; it is shorter with few "
-        "requests. 0 sends each token immediately.",
-        Panel.PROCESS,
-        minimum=0.0,
-        maximum=1.0,
+    lora: tuple[str, ...] = setting(
+        (),
+        "--lora",
+        "Adapter (LoRA) to serve, as name=folder or name=hub id; requests name it as their model. May be "
+        "repeated; on the CPU.",
+        Panel.MODEL,
+        problem=_lora_problem,
     )
+    stream_interval: float = 0.05
     num_sharing: int = 1
     cpus: tuple[int, ...] | None = None
     kv_events: str | None = field(default_factory=lambda: os.environ.get("QUIRE_KV_EVENTS") or None)

@@ -39,9 +39,10 @@ class WorkerIdentity:
         """A value that is equal in workers whose blocks are interchangeable."""
         return fingerprint(self.cache_descriptor, self.cluster_secret)
 
-    def root_hash(self, scope: CacheScope) -> bytes:
+    def root_hash(self, scope: worker_pb2.CacheScope) -> bytes:
         """Return the parent of the first blocks of a scope."""
-        return root_hash(self.cache_descriptor, self.cluster_secret, scope)
+        parts = CacheScope(scope.tenant, scope.salt, scope.adapter)
+        return root_hash(self.cache_descriptor, self.cluster_secret, parts)
 
     def record(self, address: str, state: WorkerState) -> WorkerRecord:
         """Return the cluster's record of a worker that is reached at ``address``."""

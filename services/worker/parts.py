@@ -24,6 +24,7 @@ from quire.services.worker.blocks.block_reader import BlockReader
 from quire.services.worker.blocks.prefix_pull import PrefixPuller
 from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.identity import WorkerIdentity
+from quire.services.worker.lifecycle.adapters import Adapters
 from quire.services.worker.lifecycle.start import Start
 from quire.services.worker.reports.metrics import PromptMetrics, describe_role
 from quire.services.worker.reports.worker_reports import WorkerReports
@@ -56,6 +57,7 @@ class WorkerParts:
     reader: SequenceReader
     requests: RunningRequests
     state: WorkerState
+    adapters: Adapters
     reports: WorkerReports
     outputs: OutputStreams
     blocks: BlockReader
@@ -85,9 +87,11 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
     await stack.enter_async_context(in_background(channels.close_unused_forever()))
     model = start.models.model
     grammars = GrammarCompiler(lambda: _read_tokenizer(model.folder), model.vocab_size, model.eos_token_ids)
-    reader = SequenceReader(identity, grammars)
+    reader = SequenceReader(identity, start.state, grammars)
     stack.callback(reader.close)
     prompts, transfers = PromptMetrics(start.registry), TransferMetrics(start.registry)
+    adapters = Adapters(model, identity.model, start.state)
+    await adapters.load_all(config.lora)
     reports = WorkerReports(start.state)
     describe_role(start.registry, lambda: start.state.role)
     return WorkerParts(
@@ -98,6 +102,7 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
         reader=reader,
         requests=RunningRequests(engine, start.state, prompts.phases, tracer, reports.loads),
         state=start.state,
+        adapters=adapters,
         reports=reports,
         outputs=OutputStreams(config.stream_interval),
         blocks=BlockReader(memory, await engine.call(lambda e: e.pool)),

@@ -7,13 +7,13 @@ from contextlib import aclosing
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.kvindex.block_hash import CacheScope
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.cluster_proof import description_proof
 from quire.services.server.log import set_level
 from quire.services.worker.blocks.block_copier import BlockCopier
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.reports.metrics import EngineSnapshot, take_snapshot
+from quire.services.worker.reports.worker_reports import adapters_to_proto
 
 PrefillCall = Callable[[worker_pb2.PrefillRequest, Any], AsyncGenerator[worker_pb2.PrefillResponse, None]]
 DecodeCall = Callable[[worker_pb2.DecodeRequest, Any], AsyncGenerator[worker_pb2.DecodeResponse, None]]
@@ -49,8 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.CopyBlocksRequest, context: Any
     ) -> worker_pb2.CopyBlocksResponse:
         """Copy a peer's blocks into the cache."""
-        scope = CacheScope(request.cache_scope.tenant, request.cache_scope.salt)
-        root_hash = self._parts.identity.root_hash(scope)
+        root_hash = self._parts.identity.root_hash(request.cache_scope)
         return worker_pb2.CopyBlocksResponse(pulled=await self._copier.copy(request, root_hash))
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortResponse:
@@ -70,6 +69,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             info.proof = description_proof(identity.cluster_secret, request.nonce, info)
         info.is_draining = state.is_draining
         info.is_stalled = state.is_stalled
+        info.adapters.extend(adapters_to_proto(state))
         return info
 
     async def WatchWorker(
@@ -108,6 +108,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Change the least severity of logged events."""
         set_level(request.level)
         return worker_pb2.SetLogLevelResponse()
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: Any
+    ) -> worker_pb2.LoadAdapterResponse:
+        """Load an adapter, or other weights under the name of one."""
+        adapter = await self._parts.adapters.load(request.name, request.path)
+        return worker_pb2.LoadAdapterResponse(digest=adapter.digest)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Any
+    ) -> worker_pb2.UnloadAdapterResponse:
+        """Unload an adapter; the requests that use it go on."""
+        self._parts.adapters.unload(request.name)
+        return worker_pb2.UnloadAdapterResponse()
 
 
 def _load(now: EngineSnapshot) -> worker_pb2.GetLoadResponse:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
+from quire.engine.weights.adapters import Adapter
 from quire.kvindex.worker_record import ROLES
-from quire.rpc.errors import DRAINING, FailedPrecondition, InvalidArgument, Unavailable
+from quire.rpc.errors import (
+    ADAPTER_NOT_LOADED,
+    DRAINING,
+    Aborted,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+)
 
 
 class DrainState(Enum):
@@ -23,7 +31,7 @@ class DrainState(Enum):
 class WorkerState:
     """The state of one worker. Its listeners are called after each change.
 
-    It has three parts, which do not depend on each other:
+    It has four parts, which do not depend on each other:
 
     | Part       | Changes                       | By                                       |
     |------------|-------------------------------|------------------------------------------|
@@ -31,6 +39,7 @@ class WorkerState:
     | drain      | SERVING <-> DRAINED           | an operator                              |
     |            | SERVING, DRAINED -> STOPPING  | the process, when it is about to end     |
     | is_stalled | False <-> True                | the engine's thread, by its watch        |
+    | adapters   | any                           | an operator                              |
 
     The role only determines which new requests routers send here. The worker serves the same calls in both
     roles, so a change of role stops no request and drops no block.
@@ -45,6 +54,7 @@ class WorkerState:
         self._role_changed_at: float | None = None
         self._drain = DrainState.SERVING
         self._is_stalled = False
+        self._adapters: Mapping[str, Adapter] = {}
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
 
@@ -76,6 +86,28 @@ class WorkerState:
     def is_stalled(self) -> bool:
         """Whether the engine makes no progress."""
         return self._is_stalled
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The loaded adapters by name."""
+        return self._adapters
+
+    def set_adapter(self, name: str, adapter: Adapter | None) -> None:
+        """Serve an adapter under a name from now on; None: none."""
+        kept = {each: known for each, known in self._adapters.items() if each != name}
+        self._adapters = kept if adapter is None else {**kept, name: adapter}
+        self._announce()
+
+    def adapter_of(self, digest: str) -> Adapter | None:
+        """Return the adapter whose weights have a digest; an empty digest stands for none.
+
+        Raises:
+            Aborted: there is no such adapter here.
+        """
+        found = [adapter for adapter in self._adapters.values() if adapter.digest == digest]
+        if digest and not found:
+            raise Aborted(f"the adapter {digest} is not loaded here", reason=ADAPTER_NOT_LOADED)
+        return found[0] if digest else None
 
     def change_role(self, role: str, min_seconds_in_role: float = 0.0) -> None:
         """Change the role.

@@ -53,6 +53,14 @@ class FakeAdmin(AdminServiceServicer):
         self.requests.append(request)
         return pb.ChangeLogLevelResponse(worker_ids=["decode-0"])
 
+    def AddAdapter(self, request: Any, context: Any) -> pb.AddAdapterResponse:
+        self.requests.append(request)
+        return pb.AddAdapterResponse(digest="0123")
+
+    def RemoveAdapter(self, request: Any, context: Any) -> pb.RemoveAdapterResponse:
+        self.requests.append(request)
+        return pb.RemoveAdapterResponse()
+
 
 @pytest.fixture
 def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin]:
@@ -163,3 +171,12 @@ def test_a_connection_without_the_requested_encryption_is_reported(
     result = quire("generate", "hello", *options)
     assert result.exit_code == 1
     assert f"{fake_generation.address} speaks no TLS" in result.stderr
+
+
+def test_an_adapter_comes_and_goes_by_name(quire: Quire, admin: FakeAdmin) -> None:
+    assert "digest 0123" in quire("admin", "add-adapter", "sql", "folder").stdout
+    assert quire("admin", "remove-adapter", "sql").exit_code == 0
+    assert admin.requests == [
+        pb.AddAdapterRequest(name="sql", path="folder"),
+        pb.RemoveAdapterRequest(name="sql"),
+    ]

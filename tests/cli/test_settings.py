@@ -31,6 +31,7 @@ NOT_FLAGS = {
         "shared_processors",
         "worker_id",
         "lease_ttl_seconds",
+        "stream_interval",
         "max_step_seconds",
         "notice_seconds",
         "otlp_endpoint",

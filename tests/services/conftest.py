@@ -84,13 +84,14 @@ def make_parts() -> Callable[..., WorkerParts]:
     from quire.services.worker.reports.request_loads import RequestLoads
     from quire.services.worker.requests.running_requests import RunningRequests
     from quire.services.worker.requests.sequence_reader import SequenceReader
+    from quire.services.worker.state import WorkerState
 
     def make(**given: Any) -> WorkerParts:
         parts = {field.name: Mock() for field in fields(WorkerParts)} | given
         parts["requests"] = RunningRequests(
             parts["engine"], parts["state"], parts["prompts"].phases, NoTracer(), RequestLoads(Mock())
         )
-        parts["reader"] = SequenceReader(parts["identity"], Mock())
+        parts["reader"] = SequenceReader(parts["identity"], WorkerState("decode"), Mock())
         return WorkerParts(**parts)
 
     return make

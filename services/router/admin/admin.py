@@ -1,4 +1,4 @@
-"""Serves an operator's calls: list, drain, scale and clear workers, change their roles, set the log level."""
+"""Serves an operator's calls: list, drain, scale and clear workers, change roles, adapters and log level."""
 
 from __future__ import annotations
 
@@ -123,6 +123,37 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         _log.info("workers_scaled", started=len(response.started), left=len(response.left))
         return response
 
+    async def AddAdapter(self, request: pb.AddAdapterRequest, context: Any) -> pb.AddAdapterResponse:
+        """Load an adapter on every worker; on return, requests to this router may name it."""
+        message = worker_pb2.LoadAdapterRequest(name=request.name, path=request.path)
+        workers = self._workers.all()
+        seconds = context.time_remaining()
+        loaded = await asyncio.gather(
+            *(_ask(worker, worker.stub.LoadAdapter, message, seconds) for worker in workers)
+        )
+        for worker, each in zip(workers, loaded, strict=True):
+            worker.adapters[request.name] = each.digest
+        digests = {each.digest for each in loaded}
+        if len(digests) != 1:
+            problem = (
+                "workers have read different weights from this path" if digests else "there is no worker"
+            )
+            raise FailedPrecondition(f"{problem}; no request may name the adapter", reason="BAD_ADAPTER")
+        _log.info("adapter_added", adapter=request.name, digest=min(digests), workers=len(workers))
+        return pb.AddAdapterResponse(digest=min(digests))
+
+    async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: Any) -> pb.RemoveAdapterResponse:
+        """Unload an adapter on every worker that has it; requests that use it go on."""
+        workers = [worker for worker in self._workers.all() if request.name in worker.adapters]
+        if not workers:
+            raise NotFound(f"no worker has an adapter {request.name!r}", reason="ADAPTER_NOT_FOUND")
+        message = worker_pb2.UnloadAdapterRequest(name=request.name)
+        await asyncio.gather(*(_ask(worker, worker.stub.UnloadAdapter, message) for worker in workers))
+        for worker in workers:
+            worker.adapters.pop(request.name, None)
+        _log.info("adapter_removed", adapter=request.name, workers=len(workers))
+        return pb.RemoveAdapterResponse()
+
     def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
         known = {worker.worker_id: worker for worker in self._workers.all()}
         for worker_id in worker_ids:
@@ -176,10 +207,15 @@ async def _load(worker: Worker) -> pb.WorkerLoad | None:
     )
 
 
-async def _ask(worker: Worker, method: Callable[..., Awaitable[Response]], request: object) -> Response:
+async def _ask(
+    worker: Worker,
+    method: Callable[..., Awaitable[Response]],
+    request: object,
+    seconds: float | None = CALL_SECONDS,
+) -> Response:
     try:
         with closed_channel_errors():
-            return await method(request, timeout=CALL_SECONDS)
+            return await method(request, timeout=seconds)
     except ChannelClosedError as error:
         raise Unavailable(f"worker {worker.worker_id} has left", reason="WORKER_FAILED") from error
     except grpc.aio.AioRpcError as error:

@@ -142,7 +142,7 @@ class GenerationRun:
                     response.request_id = request.request_id
                     response.prompt_logprobs.extend(self._account.prompt_logprobs)
                     response.prompt_tokens = len(request.prompt_token_ids)
-                    response.origin = self._cluster.model.origin
+                    response.origin = self._cluster.model.origin(self._scope.adapter)
                     if request.is_clamped:
                         response.max_tokens = request.params.max_tokens
                     if request.response.prompt_token_ids:
@@ -234,7 +234,7 @@ class GenerationRun:
         sequence.sequence_id, sequence.attempt = group.sequence_id, group.attempt
         sequence.token_ids.extend(group.token_ids)
         sequence.num_output_tokens = len(group.output_token_ids)
-        sequence.cache_scope.tenant, sequence.cache_scope.salt = self._scope
+        sequence.cache_scope.CopyFrom(worker_pb2.CacheScope(**self._scope._asdict()))
         sequence.weight, sequence.priority = self._weight, self._request.priority
         sequence.load.router_id = self._cluster.workers.router_id
         sequence.load.pending_tokens = placement.pending_tokens

@@ -8,13 +8,14 @@ from math import inf
 from quire.kvindex.block_hash import CacheScope
 from quire.routing.placement import Placement, PlannedPrompt, TooLateError
 from quire.routing.policy import CandidateWorker
+from quire.rpc.errors import ADAPTER_NOT_LOADED, FailedPrecondition
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.failures import no_decode_worker, too_late
 from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.queue import Work
-from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker import Worker, can_adapt
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase
 
@@ -67,6 +68,7 @@ class WorkerChoice:
             Unavailable: no worker accepted requests within the longest wait.
             ResourceExhausted: the first token is expected long after the deadline.
             DeadlineExceeded: the deadline has passed.
+            FailedPrecondition: no decode worker has the adapter.
         """
         cluster = self._cluster
         while True:
@@ -97,7 +99,10 @@ class WorkerChoice:
         """Return the workers that the planner chooses, or None if no decode worker accepts requests."""
         cluster = self._cluster
         start = cluster.clock()
-        only = next_worker if next_worker is not None and next_worker.worker.can_serve else None
+        self._check_adapter()
+        only = next_worker
+        if only is not None and not (only.worker.can_serve and can_adapt(only.worker, self._scope.adapter)):
+            only = None
         if only is None:
             prompt = await self._look_up(group)
         else:
@@ -162,7 +167,22 @@ class WorkerChoice:
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
         """Return the workers that may get a group; for a suspect, those that answered after the death."""
         serving = self._cluster.workers.serving(role)
-        return [each for each in serving if not group.deaths or each.health.answered_at >= group.died_at]
+        return [
+            each
+            for each in serving
+            if can_adapt(each, self._scope.adapter)
+            and (not group.deaths or each.health.answered_at >= group.died_at)
+        ]
+
+    def _check_adapter(self) -> None:
+        """Raise FailedPrecondition if decode workers take requests, and none has the adapter of this one."""
+        serving = self._cluster.workers.serving("decode")
+        if serving and not any(can_adapt(each, self._scope.adapter) for each in serving):
+            raise FailedPrecondition(
+                f"no decode worker has the adapter with the digest {self._scope.adapter} any more; "
+                "load it again with `quire admin add-adapter`",
+                reason=ADAPTER_NOT_LOADED,
+            )
 
     def _healthy_decode_workers(self, group: AnswerGroup) -> list[str]:
         serving = self._serving("decode", group)

@@ -144,6 +144,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             sampling_defaults=cluster.model.sampling_defaults,
             num_prefill_workers=len(cluster.workers.live("prefill")),
             num_decode_workers=len(cluster.workers.live("decode")),
+            adapters=sorted(cluster.model.adapters()),
         )
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
@@ -193,12 +194,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
+                tenant.check_may_use(generation.model or cluster.model.name)
                 (checked or PromptLogprobs().add)(request)
                 await allowance.spend_prompt(request.num_input_tokens)
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(request.num_input_tokens)
                 self._metrics.request_prompt_tokens.observe(request.num_input_tokens)
-                scope = CacheScope(tenant.name, request.cache_salt)
+                scope = CacheScope(tenant.name, request.cache_salt, request.adapter)
                 session = session_name(headers, generation.session)
                 run = GenerationRun(
                     cluster,
@@ -240,12 +242,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster(deadline)
                 texts = await validate_embeddings(request, cluster.model, fields)
+                tenant.check_may_use(request.model or cluster.model.name)
                 usage = pb.Usage(prompt_tokens=sum(len(text.prompt_token_ids) for text in texts))
                 await allowance.spend_prompt(usage.prompt_tokens)
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 metrics.prompt_tokens.inc(usage.prompt_tokens)
                 metrics.request_prompt_tokens.observe(usage.prompt_tokens)
-                scope = CacheScope(tenant.name, request.cache_salt)
+                scope = CacheScope(tenant.name, request.cache_salt, texts[0].adapter)
                 make = partial(
                     EmbeddingRun,
                     arrival=timer.arrival,

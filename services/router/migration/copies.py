@@ -30,7 +30,7 @@ from quire.services.router.execution.attempt import Attempt, OnParts
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.migration.block_copies import copy_blocks, num_sealed_blocks
 from quire.services.router.outputs.output import OutputAssembler
-from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker import Worker, can_adapt
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn
 from quire.services.server.log import get_logger
@@ -211,7 +211,7 @@ class Copies:
         attempt, group = followed.attempt, followed.attempt.group
         try:
             async with self._slots:
-                target = self._target(attempt.decode)
+                target = self._target(attempt)
                 if target is None or not self._must_move(followed):
                     return
                 copied = await self._copy_to_move(attempt, target)
@@ -241,14 +241,16 @@ class Copies:
         worker = followed.attempt.decode
         return worker.health.is_draining and followed in self._running.get(worker, ())
 
-    def _target(self, draining: Worker) -> Worker | None:
+    def _target(self, attempt: Attempt) -> Worker | None:
         """Return the decode worker with the most room, or None if no other suitable one accepts requests.
 
-        A worker with another arithmetic would compute other bits, so it gets no answer.
+        A worker with another arithmetic would compute other bits, so it gets no answer, nor does one without
+        the adapter.
         """
+        draining, adapter = attempt.decode, attempt.scope.adapter
         descriptor = draining.info.cache_descriptor
         others = (each for each in self._workers.serving("decode") if each is not draining)
-        serving = [worker for worker in others if worker.info.cache_descriptor == descriptor]
+        serving = [w for w in others if w.info.cache_descriptor == descriptor and can_adapt(w, adapter)]
         healthy = [worker for worker in serving if not worker.health.is_unhealthy]
         return min(healthy or serving, key=self._share_in_use, default=None)
 

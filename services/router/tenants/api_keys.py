@@ -15,7 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import grpc
 
 from quire.fairness.patience import MAX_PRIORITY
-from quire.rpc.errors import BadFileError, InvalidArgument, ServiceError, Unauthenticated
+from quire.rpc.errors import (
+    BadFileError,
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+    Unauthenticated,
+    quoted,
+)
 from quire.rpc.interceptors import OwnCalls, refusal
 from quire.services.server.log import get_logger
 
@@ -47,6 +54,7 @@ class Tenant:
         weight: its part of the computed tokens while tenants compete, in relation to the others' weights.
             None: 1.
         priority: its requests may have priorities down to the negative of this.
+        models: names of the model and of adapters that the tenant may use; empty: all.
     """
 
     name: str = ""
@@ -55,6 +63,7 @@ class Tenant:
     max_waiting: int = 0
     weight: int | None = None
     priority: int = 0
+    models: tuple[str, ...] = ()
 
     def check_priority(self, priority: int) -> None:
         """Refuse a priority that is out of range, or more urgent than the tenant's key allows.
@@ -66,9 +75,19 @@ class Tenant:
         if not least <= priority <= MAX_PRIORITY:
             raise InvalidArgument("priority", f"must be from {least} to {MAX_PRIORITY} here; got {priority}")
 
+    def may_use(self, model: str) -> bool:
+        """Return whether it may use the model or adapter of a name."""
+        return not self.models or model in self.models
+
+    def check_may_use(self, model: str) -> None:
+        """Raise NotFound unless it may use the model or adapter of a name."""
+        if not self.may_use(model):
+            raise NotFound(f"model {quoted(model)} is not served to this API key", reason="MODEL_NOT_FOUND")
+
     def limits(self) -> str:
         """Return the limits in the syntax of a key file, ``name=value`` pairs; empty without limits."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        options["models"] = ",".join(self.models)
         return " ".join(f"{name.replace('_', '-')}={value}" for name, value in options.items() if value)
 
 
@@ -99,7 +118,7 @@ class NoKeys:
 class ApiKeys:
     """Authenticates requests by the API keys in a file.
 
-    A line of the file is ``sha256:<hash of the key> <tenant> [limit=number ...]``.
+    A line of the file is ``sha256:<hash of the key> <tenant> [limit=number ...] [models=name,...]``.
     The limits are ``tokens-per-minute``, ``max-requests``, ``max-waiting``, ``weight`` and ``priority``. They
     apply to the tenant, not to the key, and may be given in any one of its lines. A tenant may have several
     keys, so that a new key can be in use before the old one is removed. ``#`` begins a comment.
@@ -221,12 +240,16 @@ def _parse(words: list[str]) -> tuple[bytes, Tenant]:
     name, *options = rest
     if not _NAME.fullmatch(name):
         raise ValueError(f"a tenant's name {NAME_RULE}; got {name!r}")
-    known = {f.name.replace("_", "-"): f.name for f in fields(Tenant) if f.name != "name"}
-    limits = {}
+    known = {f.name.replace("_", "-"): f.name for f in fields(Tenant) if f.name not in ("name", "models")}
+    limits: dict[str, Any] = {}
     for option in options:
         limit, _, value = option.partition("=")
+        if limit == "models" and value:
+            limits[limit] = tuple(value.split(","))
+            continue
         if limit not in known or not value.isascii() or not value.isdecimal() or not int(value):
-            raise ValueError(f"{option!r} is none of {', '.join(f'{k}=N' for k in known)}, N above 0")
+            numbers = ", ".join(f"{each}=N" for each in known)
+            raise ValueError(f"{option!r} is none of {numbers}, N above 0, or models=A,B")
         limits[known[limit]] = int(value)
     return bytes.fromhex(match[1]), Tenant(name, **limits)
 

@@ -106,11 +106,18 @@ class Worker:
     """The same by tenant."""
     resident_tokens: int = 0
     """Resident tokens: those of the sequences whose blocks it keeps."""
+    adapters: dict[str, str] = field(init=False)
+    """Digests of its adapters by name."""
     load_of_others: worker_pb2.TotalLoad = field(default_factory=worker_pb2.TotalLoad)
     """Load of other routers' requests, as it reported last. The counts above are this router's own."""
 
     def __post_init__(self) -> None:
         self.role = self.info.role
+        self.set_adapters(self.info.adapters)
+
+    def set_adapters(self, adapters: Iterable[worker_pb2.Adapter]) -> None:
+        """Take over the adapters that it reports."""
+        self.adapters = {adapter.name: adapter.digest for adapter in adapters}
 
     @property
     def worker_id(self) -> str:
@@ -144,6 +151,11 @@ class Worker:
     def stub(self) -> worker_pb2_grpc.WorkerServiceStub:
         """Stub for calls to the worker's service over its present connection."""
         return self.connection.stub
+
+
+def can_adapt(worker: Worker, digest: str) -> bool:
+    """Return whether a worker has the adapter of a digest; an empty digest stands for none."""
+    return not digest or digest in worker.adapters.values()
 
 
 def has_substitute(worker: Worker, workers: Iterable[Worker]) -> bool:

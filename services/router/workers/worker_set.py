@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from quire.services.router.workers.probe import Probe
 from quire.services.router.workers.probing import Probing
 from quire.services.router.workers.silences import Silences
 from quire.services.router.workers.watch import watch_worker
-from quire.services.router.workers.worker import Worker, has_substitute
+from quire.services.router.workers.worker import Worker, can_adapt, has_substitute
 from quire.services.server.log import get_logger
 
 _log = get_logger("router")
@@ -98,6 +99,27 @@ class WorkerSet:
     def serving(self, role: str | None = None) -> list[Worker]:
         """Return the workers that may get requests, all or those of a role; see ``Worker.can_serve``."""
         return [w for w in self._workers.values() if role in (None, w.role) and w.can_serve]
+
+    def adapters(self) -> dict[str, str]:
+        """Return the digests of the adapters by name; empty if prefill and decode workers have no common one.
+
+        While other weights are loaded under a name, the digest is that which most workers have.
+        """
+        digests: dict[str, Counter[str]] = defaultdict(Counter)
+        for worker in self.all():
+            for name, digest in worker.adapters.items():
+                digests[name][digest] += 1
+        return {name: self._agreed(counts) for name, counts in digests.items()}
+
+    def _agreed(self, digests: Counter[str]) -> str:
+        """Return the most frequent digest that can be served by the workers of all roles that there are."""
+        by_role = [[w for w in self.all() if w.role == role] for role in ROLES]
+        agreed = [
+            digest
+            for digest in digests
+            if all(any(can_adapt(w, digest) for w in workers) for workers in by_role if workers)
+        ]
+        return max(agreed, key=lambda digest: (digests[digest], digest), default="")
 
     async def ask_again(self, since: float) -> None:
         """Ask the workers that may get requests, except those that have answered since a clock reading.
@@ -331,6 +353,8 @@ class WorkerSet:
         worker.health.heard()
         last, worker.last_report = worker.last_report, report
         worker.load_of_others = report.load_of_others
+        if report.adapters != last.adapters:
+            worker.set_adapters(report.adapters)
         self._set_stalled(worker, report.is_stalled)
         # Only a change counts: a report that was in flight while this router changed the state is outdated.
         if report.is_draining != last.is_draining:

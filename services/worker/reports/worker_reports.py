@@ -53,6 +53,7 @@ class WorkerReports:
                 is_draining=self._state.is_draining,
                 is_stalled=self._state.is_stalled,
                 load_of_others=self.loads.of_others(router_id),
+                adapters=adapters_to_proto(self._state),
             )
             if report != reported or loop.time() >= reported_at + BEAT_SECONDS:
                 reported, reported_at = report, loop.time()
@@ -73,3 +74,8 @@ class WorkerReports:
             self._waking = None
         self._has_changed.set()
         self._has_changed = asyncio.Event()
+
+
+def adapters_to_proto(state: WorkerState) -> list[worker_pb2.Adapter]:
+    """Return the loaded adapters, as routers learn of them."""
+    return [worker_pb2.Adapter(name=name, digest=each.digest) for name, each in state.adapters.items()]

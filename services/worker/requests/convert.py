@@ -17,6 +17,7 @@ from quire.engine.sequences.sequence import (
 )
 from quire.engine.structured_output.grammar import GrammarMatcher
 from quire.engine.structured_output.logits_rules import LogitsRules
+from quire.engine.weights.adapters import Adapter
 from quire.protos import inference_pb2, worker_pb2
 from quire.rpc.errors import NO_TOKEN_LEFT, InvalidArgument
 from quire.sampling.constraints import check_vocabulary
@@ -43,6 +44,7 @@ def sequence_from_proto(
     root_hash: bytes,
     vocab_size: int,
     grammar: GrammarMatcher | None = None,
+    adapter: Adapter | None = None,
     *,
     stops_after_prefill: bool,
 ) -> Sequence:
@@ -71,6 +73,7 @@ def sequence_from_proto(
         root_hash=root_hash,
         client=message.cache_scope.tenant,
         weight=message.weight or 1,
+        adapter=adapter,
         stops_after_prefill=stops_after_prefill,
     )
 

@@ -14,13 +14,14 @@ from quire.engine.structured_output.grammar import (
 )
 from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
-from quire.kvindex.block_hash import CacheScope, block_hash
+from quire.kvindex.block_hash import block_hash
 from quire.protos import worker_pb2
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.sampling.messages import format_from_proto
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.requests.convert import no_token_left, sequence_from_proto
 from quire.services.worker.requests.format_queue import FormatQueue
+from quire.services.worker.state import WorkerState
 from quire.tokenization.tokenizer import MissingTokenizerError
 
 INLINE_HASH_TOKENS = 2048
@@ -32,8 +33,9 @@ FORMAT_SECONDS = 20.0
 class SequenceReader:
     """Reads sequences for one worker."""
 
-    def __init__(self, identity: WorkerIdentity, grammars: GrammarCompiler) -> None:
+    def __init__(self, identity: WorkerIdentity, state: WorkerState, grammars: GrammarCompiler) -> None:
         self._identity = identity
+        self._state = state
         self._grammars = grammars
         self._compiling = FormatQueue()
 
@@ -41,13 +43,16 @@ class SequenceReader:
         """Return the engine's sequence.
 
         Raises:
-            ServiceError: a field is out of range, or the format cannot be compiled, or allows no answer.
+            ServiceError: a field is out of range, or the format cannot be compiled, or allows no answer, or
+                the adapter is not loaded here.
         """
+        adapter = self._state.adapter_of(message.cache_scope.adapter)
         sequence = sequence_from_proto(
             message,
-            self._identity.root_hash(CacheScope(message.cache_scope.tenant, message.cache_scope.salt)),
+            self._identity.root_hash(message.cache_scope),
             self._identity.vocab_size,
             await self._grammar(message),
+            adapter,
             stops_after_prefill=stops_after_prefill,
         )
         rules = sequence.logits_rules

@@ -126,7 +126,7 @@ async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(mod
         await validate(generation, model)
     assert refused.value.field == "chat.rendered"
     generation.received.add(token_ids=[5])
-    generation.origin, generation.sampling.seed = model.origin, 3
+    generation.origin, generation.sampling.seed = model.origin(""), 3
     assert (await validate(generation, model)).prompt_token_ids == [5, 6, 7]
 
 

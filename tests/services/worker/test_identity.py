@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.kvindex.block_hash import CacheScope
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.layout import layout_from_proto
+from quire.protos import worker_pb2
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.state import WorkerState
 
@@ -26,7 +26,7 @@ IDENTITY = WorkerIdentity(
     eos_token_ids=frozenset({5, 1}),
     cluster_secret=b"very secret",
 )
-SCOPE = CacheScope("tenant", "salt")
+SCOPE = worker_pb2.CacheScope(tenant="tenant", salt="salt")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,8 @@ def test_blocks_are_interchangeable_by_layout_and_secret(change: dict[str, Any],
 
 
 def test_scopes_share_no_blocks() -> None:
-    scopes = [SCOPE, CacheScope("tenant", ""), CacheScope("", "salt"), CacheScope("", "")]
+    parts = [("tenant", "salt", ""), ("tenant", "", ""), ("", "salt", ""), ("", "", "salt"), ("", "", "")]
+    scopes = [worker_pb2.CacheScope(tenant=t, salt=s, adapter=a) for t, s, a in parts]
     assert len({IDENTITY.root_hash(scope) for scope in scopes}) == len(scopes)
 
 

@@ -18,6 +18,7 @@ from quire.protos import worker_pb2
 from quire.rpc.errors import InvalidArgument, ServiceError
 from quire.services.worker.requests import sequence_reader
 from quire.services.worker.requests.sequence_reader import INLINE_HASH_TOKENS, SequenceReader
+from quire.services.worker.state import WorkerState
 from quire.tokenization.tokenizer import MissingTokenizerError
 
 BLOCK_SIZE = 4
@@ -58,7 +59,7 @@ class Setup:
         self.scopes: list[tuple[str, str]] = []
         grammars: Any = self.grammars
         identity = Mock(vocab_size=100, root_hash=self._root_hash, layout=Mock(block_size=BLOCK_SIZE))
-        self.reader = SequenceReader(identity, grammars)
+        self.reader = SequenceReader(identity, WorkerState("decode"), grammars)
 
     def _root_hash(self, scope: Any) -> bytes:
         self.scopes.append((scope.tenant, scope.salt))

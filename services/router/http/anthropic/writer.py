@@ -199,7 +199,7 @@ class MessagesWriter(AnswerWriter[MessagesRequest]):
             id=f"msg_{self._name}",
             type="message",
             role="assistant",
-            model=self._model.name,
+            model=self.body.model or self._model.name,
             content=list(self._blocks),
             stop_reason=reason,
             stop_sequence=sequence,

@@ -199,13 +199,13 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The list of served models, which has exactly one member and therefore one page."""
+    """The list of the model and its adapters, on one page."""
 
     object: Literal["list"]
     data: list[Model]
     has_more: Literal[False]
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
 
 
 class Tokens(BaseModel):

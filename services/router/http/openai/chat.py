@@ -157,7 +157,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
             id=f"chatcmpl-{self._name}",
             object="chat.completion.chunk",
             created=self._created,
-            model=self._model.name,
+            model=self.body.model or self._model.name,
             choices=choices,
         )
 
@@ -167,7 +167,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
             id=f"chatcmpl-{self._name}",
             object="chat.completion",
             created=self._created,
-            model=self._model.name,
+            model=self.body.model or self._model.name,
             choices=[self._choice(choice) for choice in answer.choices],
             usage=usage,
         )

@@ -114,7 +114,7 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
             id=f"cmpl-{self._name}",
             object="text_completion",
             created=self._created,
-            model=self._model.name,
+            model=self.body.model or self._model.name,
             choices=choices,
         )
 

@@ -180,7 +180,7 @@ class EmbeddingRoutes:
             text, ids = (each, None) if isinstance(each, str) else (None, pb.TokenIds(ids=each))
             wanted.inputs.add(text=text, token_ids=ids)
         servicer, tenant, fields = self._servicer, request[TENANT], list(inputs)
-        model = (await servicer.joined_model(tenant)).name
+        model = body.model or (await servicer.joined_model(tenant)).name
         try:
             headers = request.headers.items()
             answer = await servicer.embed(wanted, tenant, servicer.deadline(), headers, fields)

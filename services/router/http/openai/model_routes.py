@@ -13,7 +13,7 @@ from aiohttp import web
 from quire.rpc.errors import InvalidArgument
 from quire.services.requests.prompts import check_detokenized, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import check_model
+from quire.services.requests.validation import find_adapter
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openai.answer_bodies import Model, ModelList, Text, TokenizerInfo, Tokens
 from quire.services.router.http.openai.conversation import conversation
@@ -31,14 +31,19 @@ class ModelRoutes:
         self._started = int(clock())
 
     async def models(self, request: web.Request) -> web.Response:
-        """Return the list of models, which has one member."""
-        model = self._described(await self._model(None))
-        names = {"first_id": model.id, "last_id": model.id}
-        return json_response(ModelList(object="list", data=[model], has_more=False, **names))
+        """Return the list of the model and its adapters that the tenant may use."""
+        model = await self._model(None)
+        names = list(filter(request[TENANT].may_use, [model.name, *sorted(model.adapters())]))
+        models = [self._described(model, name) for name in names]
+        first, last = (names[0], names[-1]) if names else (None, None)
+        return json_response(
+            ModelList(object="list", data=models, has_more=False, first_id=first, last_id=last)
+        )
 
     async def model(self, request: web.Request) -> web.Response:
         """Return the description of the model that the path names."""
-        return json_response(self._described(await self._model(request.match_info["model"])))
+        name = request.match_info["model"]
+        return json_response(self._described(await self._model(name), name))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return the token ids of a text or a conversation.
@@ -91,17 +96,17 @@ class ModelRoutes:
 
     async def _model(self, name: str | None) -> ServedModel:
         model = (await self._servicer.joined_cluster()).model
-        check_model(name or "", model)
+        find_adapter(name or "", model)
         return model
 
-    def _described(self, model: ServedModel) -> Model:
+    def _described(self, model: ServedModel, name: str) -> Model:
         return Model(
-            id=model.name,
+            id=name,
             object="model",
             created=self._started,
             owned_by="quire",
             type="model",
-            display_name=model.name,
+            display_name=name,
             created_at=datetime.fromtimestamp(self._started, UTC).isoformat(),
             max_input_tokens=model.max_model_len - 1,
             max_tokens=model.max_model_len - 1,

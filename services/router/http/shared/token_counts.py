@@ -13,7 +13,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
 from quire.services.requests.prompts import encode_chat
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import check_model
+from quire.services.requests.validation import find_adapter
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.shared.bodies import TENANT, json_response, read_body
 from quire.services.router.http.shared.fields import AnswerFields
@@ -39,7 +39,7 @@ def counting(
         body = await read_body(request, body_type)
         async with servicer.admitted(request[TENANT]):
             model = (await servicer.joined_cluster()).model
-            check_model(body.model or "", model)
+            find_adapter(body.model or "", model)
             try:
                 # A large conversation takes tens of milliseconds to translate.
                 chat = await asyncio.to_thread(chat_of, body, model)

@@ -123,7 +123,7 @@ class ResponseWriter(AnswerWriter[ResponseRequest]):
             "status": status or kind,
             "error": None,
             "incomplete_details": None,
-            "model": self._model.name,
+            "model": self.body.model or self._model.name,
             "output": self._output.items(),
             "usage": self._usage,
             "store": False,
