@@ -21,6 +21,8 @@ LANES = 8
 """Ranks are padded to a multiple of this."""
 _TILE_ROWS = 4
 _TILE_COLUMNS = 16
+_COMING_BYTES = 128
+"""Bytes of the next row's B that are prefetched with each row of B: as many as it has in 16 bits."""
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
 """The linear layers of a layer of the model, in the order of their updates."""
@@ -68,6 +70,22 @@ def _num_alike(adapted: Any, rows: Any, at: int, end: int) -> int:
 
 
 @exact
+def _add_tile(
+    total: int, left: int, right: int, depth: int, strides: Any, num_rows: int, columns: int, storage: Any
+) -> None:
+    """Add a product of 1 or ``_TILE_ROWS`` rows and ``LANES`` or ``_TILE_COLUMNS`` columns."""
+    one, none = np.float32(1.0), (np.int64(0), np.int64(0))
+    if num_rows == 1 and columns == LANES:
+        add_product(total, left, right, depth, strides, one, none, 1, LANES, storage, 0)
+    elif num_rows == 1:
+        add_product(total, left, right, depth, strides, one, none, 1, _TILE_COLUMNS, storage, 0)
+    elif columns == LANES:
+        add_product(total, left, right, depth, strides, one, none, _TILE_ROWS, LANES, storage, 0)
+    else:
+        add_product(total, left, right, depth, strides, one, none, _TILE_ROWS, _TILE_COLUMNS, storage, 0)
+
+
+@exact
 def project(
     adapted: Any, first: int, num_linears: int, inputs: int, stride: int, part: tuple[int, int], storage: Any
 ) -> None:
@@ -82,7 +100,7 @@ def project(
     """
     keep_apart()
     rows = carray(pointer(adapted.rows, np.int64), (adapted.num_rows,))
-    rank, none = adapted.max_rank, (np.int64(0), np.int64(0))
+    rank = adapted.max_rank
     at, end = adapted.num_rows * part[0] // part[1], adapted.num_rows * (part[0] + 1) // part[1]
     while at < end:
         count = _num_alike(adapted, rows, at, end)
@@ -94,17 +112,25 @@ def project(
             sums[:, : update.rank] = np.float32(0.0)
             strides = (np.int64(SLOTS * rank), np.int64(stride), np.int64(update.rank))
             depth = np.int64(update.in_features)
-            for column in range(0, update.rank, LANES):
-                out, right = total + 4 * column, np.int64(update.a + adapted.item_bytes * column)
-                one = np.float32(1.0)
-                if count == 1:
-                    add_product(out, left, right, depth, strides, one, none, 1, LANES, storage, 0)
-                else:
-                    add_product(out, left, right, depth, strides, one, none, _TILE_ROWS, LANES, storage, 0)
+            column = 0
+            while column < update.rank:
+                columns = _TILE_COLUMNS if column + _TILE_COLUMNS <= update.rank else LANES
+                right = np.int64(update.a + adapted.item_bytes * column)
+                _add_tile(total + 4 * column, left, right, depth, strides, count, columns, storage)
+                column += columns
             for row in range(count):
                 for column in range(update.rank):
                     sums[row, column] *= np.float32(update.scale)
         at += count
+
+
+@exact
+def _unit_of_b(adapted: Any, row: int, index: int, unit: int) -> Any:
+    """Return the address of a unit of a row's B, or 0 if the row has no update of this linear layer."""
+    if carray(pointer(adapted.updates, np.int64), (row + 1,))[row] == 0:
+        return np.int64(0)
+    update = _update(adapted, row, index)
+    return update.b + adapted.item_bytes * UNIT * update.rank * unit if update.rank else np.int64(0)
 
 
 @exact
@@ -129,28 +155,28 @@ def add_updates(
     keep_apart()
     first, num_rows = rows
     updates = carray(pointer(adapted.updates, np.int64), (first + num_rows,))
-    left_stride, none = SLOTS * adapted.max_rank, (np.int64(0), np.int64(0))
-    one, at = np.float32(1.0), np.int64(0)
+    strides = (np.int64(stride), np.int64(SLOTS * adapted.max_rank), np.int64(UNIT))
+    at = np.int64(0)
     while at < num_rows:
         row, count = first + at, 1
         while count < _TILE_ROWS and at + count < num_rows and updates[row + count] == updates[row]:
             count += 1
         if count < _TILE_ROWS:
             count = 1
-        if updates[row] != 0 and _update(adapted, row, index).rank != 0:
-            update = _update(adapted, row, index)
+        right = np.int64(_unit_of_b(adapted, row, index, unit))
+        if right != 0:
             left = np.int64(adapted.sums + 4 * (row * SLOTS + slot) * adapted.max_rank)
-            right = np.int64(update.b + adapted.item_bytes * UNIT * update.rank * unit)
-            total, depth = np.int64(output + 4 * at * stride), np.int64(update.rank)
-            strides = (np.int64(stride), np.int64(left_stride), np.int64(UNIT))
+            total, depth = np.int64(output + 4 * at * stride), np.int64(_update(adapted, row, index).rank)
             if count == 1:
-                add_product(total, left, right, depth, strides, one, none, 1, UNIT, storage, 0)
+                coming = np.int64(0)
+                if at + 1 < num_rows:
+                    coming = np.int64(_unit_of_b(adapted, row + 1, index, unit))
+                both, one = (coming or right, coming or right), np.float32(1.0)
+                add_product(total, left, right, depth, strides, one, both, 1, UNIT, storage, _COMING_BYTES)
             else:
                 for column in range(0, UNIT, _TILE_COLUMNS):
-                    out, panel = total + 4 * column, right + adapted.item_bytes * column
-                    add_product(
-                        out, left, panel, depth, strides, one, none, _TILE_ROWS, _TILE_COLUMNS, storage, 0
-                    )
+                    panel = right + adapted.item_bytes * column
+                    _add_tile(total + 4 * column, left, panel, depth, strides, count, _TILE_COLUMNS, storage)
             outputs = carray(pointer(total, np.float32), (count, stride))
             for each in range(count):
                 for column in range(UNIT):
