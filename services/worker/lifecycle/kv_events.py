@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from quire.kvindex.block_hash import SHARED
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
+from quire.protos.worker_pb2 import CacheScope
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
 
@@ -52,7 +52,7 @@ def open_events(
     # Needs an extra.
     from quire.kvindex.event_lease import EventLease
 
-    ledger, shared_root = PublishLedger(), identity.root_hash(SHARED)
+    ledger, shared_root = PublishLedger(), identity.root_hash(CacheScope())
     lease = EventLease(config.kv_events, identity.model, shared_root, ledger, lambda: publisher.join_again())
     stack.callback(lease.close)
     loop = asyncio.get_running_loop()
