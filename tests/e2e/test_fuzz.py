@@ -27,11 +27,13 @@ PATIENCE_SECONDS = 20.0
 
 # Names of fields whose random values would only ever meet the same first check.
 _WORDS = ("prefill-0", "decode-0", "0", "user", "system", "llama", "hello", "a\nb", "\x1b[31m", "{{ 7 * 7 }}")
-# No message by itself can make these succeed: they need a ticket, a lease, a worker or a level.
+# No message by itself can make these succeed: they need a ticket, a lease, a worker, an adapter or a level.
 _REFUSALS = {
     "Push": (grpc.StatusCode.NOT_FOUND,),
     "Pull": (grpc.StatusCode.NOT_FOUND,),
     "Renew": (grpc.StatusCode.NOT_FOUND,),
+    **dict.fromkeys(("AddAdapter", "LoadAdapter"), (grpc.StatusCode.FAILED_PRECONDITION,)),
+    **dict.fromkeys(("RemoveAdapter", "UnloadAdapter"), (grpc.StatusCode.NOT_FOUND,)),
     "DrainWorker": (grpc.StatusCode.NOT_FOUND,),
     "ChangeWorkerRole": (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT),
     "ScaleWorkers": (grpc.StatusCode.FAILED_PRECONDITION,),
@@ -185,6 +187,10 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
                 holder_epoch=info.epoch, layout=info.layout, block_hashes=[b"0" * 16]
             )
             return [pin]
+        case "AddAdapter":
+            return [admin_pb2.AddAdapterRequest(name="fuzz", path="/no/adapter")]
+        case "LoadAdapter":
+            return [worker_pb2.LoadAdapterRequest(name="fuzz", path="/no/adapter")]
         case "Push":
             commit = kvtransfer_pb2.PushCommit(first_token_id=3)
             return [

@@ -207,6 +207,10 @@ async def _load(worker: Worker) -> pb.WorkerLoad | None:
     )
 
 
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+"""Codes with which a worker refuses a call that it would refuse again."""
+
+
 async def _ask(
     worker: Worker,
     method: Callable[..., Awaitable[Response]],
@@ -219,7 +223,7 @@ async def _ask(
     except ChannelClosedError as error:
         raise Unavailable(f"worker {worker.worker_id} has left", reason="WORKER_FAILED") from error
     except grpc.aio.AioRpcError as error:
-        raise Unavailable(
+        raise (FailedPrecondition if error.code() in _REFUSALS else Unavailable)(
             f"worker {worker.worker_id} did not do it: {error.code().name}: {error.details()}",
             reason="WORKER_FAILED",
         ) from error
