@@ -250,7 +250,7 @@ class Scheduler:
                 budget.spend_tokens(group, 1)
                 budget.num_slots -= 1
                 continue
-            # A victim of a preemption comes after the group that needs blocks, so it was not scheduled yet.
+            # A victim of a preemption was not scheduled yet.
             if self.preemption.num_preempted != num_preempted and group not in self.queues.running:
                 continue
             budget.num_slots -= group.num_slots
@@ -336,6 +336,9 @@ class Scheduler:
             # A running group has no blocks if those of its sequences that had some have ended. A group that
             # comes before it gives up none for it. A transfer in flight later frees its blocks, or runs.
             if victim is None or self.fair_blocks.position(victim) < self.fair_blocks.position(group):
+                return False
+            # A group that was left out at first is asked again after later ones, which the step computes.
+            if any(each.sequence in victim.sequences for each in schedule.sequences):
                 return False
             self.preemption.preempt(victim, schedule)
             if victim is group:
