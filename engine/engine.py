@@ -290,6 +290,8 @@ class Engine:
             self._on_schedule(schedule)
         if schedule.moves_blocks:
             self._move_blocks(schedule)
+        self.swap_space.end_step()
+        self.pool.free(schedule.pinned)
         return schedule
 
     def _propose_drafts(self) -> None:
@@ -303,10 +305,8 @@ class Engine:
         if self.tiers is not None:
             self.tiers.promote(schedule.promotions)
         self._swap_cost.record_swap(schedule.num_swapped_blocks, self._step_clock.lap())
-        self.swap_space.end_step()
         for sequence, num_full in schedule.promoted:
             self.tables.seal_blocks(sequence, num_full)
-        self.pool.free(schedule.pinned)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> StepLogits:
         """Run the model on the scheduled tokens."""

@@ -54,7 +54,9 @@ class Preemption:
         victim.drop_drafts()
         victim.num_preemptions += 1
         swapped, recomputed = self.counts
-        if self._is_swapped(victim):
+        # What this step would have brought is not there to be swapped out.
+        is_incomplete = schedule.drop_copies_into(self.swapping.blocks(victim))
+        if not is_incomplete and self._is_swapped(victim):
             self.swapping.swap_out(victim, schedule)
             self.counts = PreemptionCounts(swapped + 1, recomputed)
         else:
@@ -68,7 +70,7 @@ class Preemption:
 
     def _is_swapped(self, victim: SequenceGroup) -> bool:
         """Return whether to swap a group out: host memory has room, and recomputing is not cheaper."""
-        num_blocks = self.swapping.num_blocks(victim)
+        num_blocks = len(self.swapping.blocks(victim))
         if num_blocks > self.swapping.num_free:
             return False
         num_tokens = sum(sequence.num_computed_tokens for sequence in victim.sequences)

@@ -31,15 +31,15 @@ class Swapping:
         """Number of host blocks that are free."""
         return self._swap_space.num_free
 
-    def num_blocks(self, group: SequenceGroup) -> int:
-        """Return how many blocks ``swap_out`` would copy."""
-        return len(_distinct_blocks(self._computed_tables(group)))
+    def blocks(self, group: SequenceGroup) -> list[int]:
+        """Return the blocks with computed tokens, which ``swap_out`` would copy."""
+        return _distinct_blocks(self._computed_tables(group))
 
     def swap_out(self, group: SequenceGroup, schedule: Schedule) -> None:
         """Plan to copy a group's blocks to host memory.
 
         Args:
-            group: the group, whose ``num_blocks`` is at most ``num_free``; the caller frees its tables.
+            group: the group, whose ``blocks`` are at most ``num_free``; the caller frees its tables.
             schedule: gets the copies.
         """
         computed = self._computed_tables(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +56,13 @@ class Schedule:
     def moves_blocks(self) -> bool:
         """Whether the step copies any block."""
         return bool(self.swap_out or self.swap_in or self.copies or self.promotions)
+
+    def drop_copies_into(self, block_ids: Collection[int]) -> bool:
+        """Plan no copy into some blocks, which are given back; return whether there was any."""
+        num_before = len(self.swap_in) + len(self.copies)
+        for moves in (self.swap_in, self.copies):
+            moves[:] = [(source, target) for source, target in moves if target not in block_ids]
+        return len(self.swap_in) + len(self.copies) < num_before
 
     @property
     def kind(self) -> StepKind:

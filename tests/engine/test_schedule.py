@@ -32,3 +32,11 @@ def test_each_draft_token_has_a_row_of_logits() -> None:
     assert ScheduledSequence(request, 2).num_sampled_rows == 1
     request.draft_token_ids = [7, 8, 9]
     assert ScheduledSequence(request, 5).num_sampled_rows == 4
+
+
+def test_nothing_is_copied_into_blocks_that_are_given_back() -> None:
+    """A group that is preempted in the step that gave it blocks has nothing there to be swapped out."""
+    schedule = Schedule(swap_out=[(3, 0)], swap_in=[(1, 3), (2, 4)], copies=[(9, 5), (9, 6)])
+    assert not schedule.drop_copies_into([1, 2, 9])
+    assert schedule.drop_copies_into([3, 5])
+    assert (schedule.swap_out, schedule.swap_in, schedule.copies) == ([(3, 0)], [(2, 4)], [(9, 6)])
