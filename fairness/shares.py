@@ -22,7 +22,7 @@ def fair_shares(
     weights: Mapping[K, int] | None = None,
     levels: Mapping[K, float] | None = None,
 ) -> dict[K, int]:
-    """Return what each client gets: whoever has the lowest level is served until another's is as low.
+    """Return what each client gets: the client of the lowest level is served until another's is as low.
 
     Without levels and weights these are max-min fair shares: a demand below an equal part is met, and the
     other demands share the rest. The smallest demands, then the first, get what cannot be divided equally::
