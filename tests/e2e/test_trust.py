@@ -109,6 +109,12 @@ async def test_redis_password_makes_no_worker(
     await client.aclose()
 
 
+async def nothing_sent() -> AsyncIterator[kv.PushRequest]:
+    """Send no message: gRPC's client loses the status of a call that ends while it still writes."""
+    await asyncio.Event().wait()
+    yield kv.PushRequest()
+
+
 def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoResponse) -> dict[str, Any]:
     """Return the calls that a stranger may try who reaches a worker's port and knows all that it tells."""
     worker, push, pull = (
@@ -122,7 +128,6 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
         sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
         stopping=inference_pb2.StoppingParams(max_tokens=2),
     )
-    opening = kv.PushOpen(ticket_id="t", receiver_epoch=info.epoch, layout=info.layout, num_blocks=1)
     return {
         "Decode": worker.Decode(worker_pb2.DecodeRequest(sequence=sequence), timeout=WAIT_SECONDS),
         "Prefill": worker.Prefill(worker_pb2.PrefillRequest(sequence=sequence), timeout=WAIT_SECONDS),
@@ -135,7 +140,9 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
         "SetRole": worker.SetRole(worker_pb2.SetRoleRequest(role="prefill"), timeout=WAIT_SECONDS),
         "ClearCache": worker.ClearCache(worker_pb2.ClearCacheRequest(), timeout=WAIT_SECONDS),
         "SetLogLevel": worker.SetLogLevel(worker_pb2.SetLogLevelRequest(), timeout=WAIT_SECONDS),
-        "Push": push.Push(iter([kv.PushRequest(open=opening)]), timeout=WAIT_SECONDS),
+        "LoadAdapter": worker.LoadAdapter(worker_pb2.LoadAdapterRequest(), timeout=WAIT_SECONDS),
+        "UnloadAdapter": worker.UnloadAdapter(worker_pb2.UnloadAdapterRequest(), timeout=WAIT_SECONDS),
+        "Push": push.Push(nothing_sent(), timeout=WAIT_SECONDS),
         "Pin": pull.Pin(
             kv.PinRequest(holder_epoch=info.epoch, layout=info.layout, block_hashes=[bytes(16)]),
             timeout=WAIT_SECONDS,
