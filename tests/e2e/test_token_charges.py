@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -82,11 +83,13 @@ class Meter:
         await until(lambda: self.charged >= num_tokens)
 
     async def not_run(self, expected: int) -> int:
-        """Return the charged tokens that no model has run, once that is ``expected`` and all is quiet."""
-        async with connect(self.stack) as (_, workers), asyncio.timeout(SECONDS):
+        """Return how many charged tokens no model has run, once as ``expected`` or after SECONDS."""
+        deadline = time.monotonic() + SECONDS
+        async with connect(self.stack) as (_, workers):
             while True:
                 await wait_until_idle(workers)
-                if (rest := self.charged - int(self.ran() - self.ran_before)) == expected:
+                rest = self.charged - int(self.ran() - self.ran_before)
+                if rest == expected or time.monotonic() > deadline:
                     return rest
                 await asyncio.sleep(0.02)
 

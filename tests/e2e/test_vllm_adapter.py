@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -192,14 +192,22 @@ async def test_stops_are_named(cluster: RunningStack, engines: dict[str, Any], e
 async def test_an_abort_ends_the_stream_and_frees_the_blocks(
     cluster: RunningStack, engines: dict[str, Any]
 ) -> None:
-    message = request(make_prompt(40, seed=91), {"max_tokens": 400}, stream=True)
-    stream = aiter(engines["decode-0"].Generate(message, timeout=WAIT_SECONDS))
-    assert (await anext(stream)).HasField("chunk")
-    await engines["decode-0"].Abort(vllm.AbortRequest(request_ids=[message.request_id, "unknown"]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stream:
-            pass
-    assert caught.value.code() is grpc.StatusCode.ABORTED
+    async def code_after_abort(seed: int) -> grpc.StatusCode:
+        message = request(make_prompt(40, seed=seed), {"max_tokens": 400}, stream=True)
+        call = engines["decode-0"].Generate(message, timeout=WAIT_SECONDS)
+        stream = aiter(call)
+        assert (await anext(stream)).HasField("chunk")
+        await engines["decode-0"].Abort(vllm.AbortRequest(request_ids=[message.request_id, "unknown"]))
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in stream:
+                pass
+        code: grpc.StatusCode = await call.code()
+        return code
+
+    # On a busy machine an answer may end before this process runs again, and the abort has nothing to end.
+    codes = {await code_after_abort(seed) for seed in range(91, 96)}
+    assert grpc.StatusCode.ABORTED in codes
+    assert codes <= {grpc.StatusCode.ABORTED, grpc.StatusCode.OK}
     async with connect(cluster) as (_, workers):
         await wait_until_idle(workers)
 
