@@ -51,7 +51,7 @@ from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
-from quire.rpc.freed_buffers import keep_freed_buffers
+from quire.services.server.process import keep_freed_buffers
 
 GIB = 1 << 30
 MIB = 1 << 20

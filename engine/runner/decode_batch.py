@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.engine.model.step_tensors import StepTensors
-from quire.engine.runner.row_adapters import row_adapters
+from quire.engine.model.step_tensors import RowAdapters, StepTensors
 from quire.engine.runner.step_tables import Int32s, StepTables
 from quire.engine.sequences.sequence import ScheduledSequence
 from quire.kernels.metadata import AttentionMetadata
@@ -75,3 +74,13 @@ class DecodeBatch:
             metadata = self._tensors.metadata._replace(block_tables=torch.from_numpy(held.block_ids))
             self._tensors = self._tensors._replace(metadata=metadata)
         return self._tensors
+
+
+def row_adapters(scheduled: list[ScheduledSequence]) -> RowAdapters | None:
+    """Return the adapter of each token, or None if no sequence has one."""
+    adapters = [sequence.adapter for sequence, _ in scheduled]
+    if not any(adapters):
+        return None
+    addresses = np.array([adapter.address if adapter else 0 for adapter in adapters])
+    max_rank = max(adapter.rank for adapter in adapters if adapter)
+    return RowAdapters(np.repeat(addresses, [num_tokens for _, num_tokens in scheduled]), max_rank)

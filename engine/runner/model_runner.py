@@ -13,8 +13,7 @@ from quire.engine.model.attention import PagedStep
 from quire.engine.model.compiled_step import CompiledStep
 from quire.engine.model.decode_graphs import Capture, DecodeGraphs
 from quire.engine.model.step_tensors import StepTensors
-from quire.engine.runner.decode_batch import DecodeBatch
-from quire.engine.runner.row_adapters import row_adapters
+from quire.engine.runner.decode_batch import DecodeBatch, row_adapters
 from quire.engine.runner.step_tables import Int32s, StepTables
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence

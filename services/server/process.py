@@ -1,4 +1,4 @@
-"""What this process asks of its system: open files, ports, a signal when its parent dies."""
+"""What this process asks of its system: open files, ports, freed memory, a signal when its parent dies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 """Number of the option of prctl(2) that asks for a signal."""
+_M_TRIM_THRESHOLD = -1  # numbers of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3
+_MMAP_BYTES = 32 << 20
+"""Largest threshold that every version of glibc accepts."""
+_TRIM_BYTES = 64 << 20
 
 
 def raise_open_file_limit() -> None:
@@ -30,3 +35,16 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def keep_freed_buffers() -> bool:
+    """Let this process reuse buffers of some MiB; return whether the C library supports it.
+
+    By default glibc returns a freed buffer of megabytes to the kernel, and the kernel must clear its pages
+    again for the next message. That cuts a push to a third of its speed. The process keeps up to 64 MiB of
+    free memory in exchange. The setting is for the whole process, so call this when a worker starts.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))

@@ -17,12 +17,12 @@ from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.call_limits import READ_SECONDS
 from quire.rpc.cluster_proof import RequireProof
-from quire.rpc.freed_buffers import keep_freed_buffers
 from quire.rpc.server import GrpcServer, Service, Stop, grpc_server, serve_until_signal, tell_log
 from quire.services.server.background import in_background
 from quire.services.server.log import configure_logging, get_logger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
+from quire.services.server.process import keep_freed_buffers
 from quire.services.worker.blocks.pool_source import PoolSource
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.services.worker.identity import WorkerIdentity

@@ -31,7 +31,7 @@ from quire.services.router.outputs.answer_size import (
     check_answer_size,
     check_message_size,
 )
-from quire.services.router.outputs.pieces import joined
+from quire.services.router.outputs.dividing_decoder import joined
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import CALLER, Authenticator, Headers, Tenant
 from quire.services.router.tenants.session_name import session_name

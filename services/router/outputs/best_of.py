@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from quire.protos import inference_pb2 as pb
+from quire.services.router.outputs.dividing_decoder import joined
 from quire.services.router.outputs.output import OutputAssembler
-from quire.services.router.outputs.pieces import joined
 
 
 async def best_of(

@@ -14,8 +14,8 @@ from quire.protos import inference_pb2 as pb
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.division import Division
 from quire.services.requests.validation import ValidRequest
+from quire.services.router.outputs.dividing_decoder import joined
 from quire.services.router.outputs.output import OutputAssembler
-from quire.services.router.outputs.pieces import joined
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.tokenization.answers.formats import HERMES, AnswerFormat, Delimiters
 from quire.tokenization.answers.parser import AnswerParser

@@ -11,7 +11,7 @@ import pytest
 
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
-from quire.services.router.outputs.pieces import joined
+from quire.services.router.outputs.dividing_decoder import joined
 from quire.tokenization.tokenizer import Tokenizer
 from tests.testing.thinking_model import copy_with_thinking
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from quire.rpc.freed_buffers import keep_freed_buffers
+from quire.services.server.process import keep_freed_buffers
 
 
 def test_glibc_takes_the_setting() -> None:
