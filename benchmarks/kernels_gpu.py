@@ -178,14 +178,15 @@ def contiguous(model: Model, step: Step) -> Attention:
     return run
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Return the median time on the device, with the L2 cache cleared before each run.
+def seconds(run: Callable[[], object], milliseconds: int = 200) -> float:
+    """Return the median time on the device of runs that take so long together.
 
+    The L2 cache is cleared before each run.
     Pass the replay of a CUDA graph, since launching a kernel from Python takes longer than short kernels run.
     """
     from triton.testing import do_bench
 
-    return float(do_bench(run, warmup=50, rep=200, return_mode="median")) / 1e3
+    return float(do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")) / 1e3
 
 
 def gpu_name() -> str:

@@ -10,6 +10,7 @@ import torch
 
 from quire.benchmarks import decode_steps, kernels_gpu, tune_kernels
 from quire.benchmarks.harness.random_llamas import random_llama
+from quire.kernels.triton import configs
 
 # Threads that spin beside those of others would slow both down many times over.
 torch.set_num_threads(1)
@@ -36,3 +37,12 @@ def test_decode_steps_of_a_tiny_model(tmp_path: Path) -> None:
     kv_bytes = 2 * 2 * 2 * 16 * torch.float32.itemsize * (40 + decode_steps.NUM_STEPS // 2)
     assert rows[1]["floor_ms"] - rows[0]["floor_ms"] == pytest.approx(2 * kv_bytes / 1e6, abs=2e-4)
     engine.check_conservation()
+
+
+def test_a_candidate_is_tried_for_its_own_kernel_only() -> None:
+    case = "sm_90", 16, 128, 16
+    prefill = configs.find_config("prefill", *case)
+    for candidate in tune_kernels.candidates(prefill):
+        find_config = tune_kernels.only(candidate)
+        assert find_config("prefill", *case) is candidate
+        assert find_config("decode", *case) == configs.find_config("decode", *case)
