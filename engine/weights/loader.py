@@ -283,6 +283,11 @@ def _prepare_module(
             # memory.
             tensor.data = tensor.data.clone()
         make_batch_invariant(module)
+    else:
+        # Triton comes with torch for CUDA; machines without a GPU may have none.
+        from quire.engine.model.gpu_layers import fuse_layers
+
+        fuse_layers(module)
     return module
 
 

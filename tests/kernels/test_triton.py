@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: there are wheels only for Linux")
 
-TESTS = Path(__file__).with_name("triton_kernels.py")
+TESTS = Path(__file__).parent
 
 
+@pytest.mark.parametrize("module", ["triton_kernels", "triton_layers"])
 @pytest.mark.parametrize(
     "interpret",
     [
@@ -29,12 +30,12 @@ TESTS = Path(__file__).with_name("triton_kernels.py")
         ),
     ],
 )
-def test_kernels_equal_the_reference(interpret: str) -> None:
+def test_kernels_equal_the_reference(interpret: str, module: str) -> None:
     # NumPy, which stands in for the hardware, warns of exp2 that becomes infinite, as it should.
     options = ["-q", "-W", "ignore:overflow encountered:RuntimeWarning", "-p", "no:cacheprovider"]
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(TESTS)],
-        cwd=TESTS.parents[2],
+        [sys.executable, "-m", "pytest", *options, str(TESTS / f"{module}.py")],
+        cwd=TESTS.parents[1],
         # On a GPU the oracle's products refuse to run without it, in the mode that poisons fresh memory.
         env={**os.environ, "TRITON_INTERPRET": interpret, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         stdout=subprocess.PIPE,
