@@ -138,6 +138,8 @@ def paged_attention(
     for name, each in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if each is not None and each.shape != query.shape[1:2]:
             raise ValueError(f"{name} is {tuple(each.shape)}: there are {query.shape[1]} query heads")
+    # The kernels read these as arrays without strides.
+    sinks, alibi_slopes = (None if each is None else each.contiguous() for each in (sinks, alibi_slopes))
     output: torch.Tensor = torch.ops.quire.paged_attention(
         query,
         kv_layer,

@@ -345,6 +345,21 @@ def test_every_stored_e4m3_value_is_read_and_written_exactly() -> None:
     torch.testing.assert_close(output[0, 0], values, rtol=0, atol=1e-30)
 
 
+def test_slopes_and_sinks_may_have_strides() -> None:
+    case = make_case([(20, 20), (37, 1)])
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    values = torch.linspace(0.1, 1.0, 2 * case.query.shape[1])
+    strided, dense = values[::2], values[::2].contiguous()
+    outputs = [
+        ops.paged_attention(
+            case.query, case.kv_layer, case.metadata, scale=0.2, alibi_slopes=slopes, sinks=sinks
+        )
+        for slopes, sinks in ((strided, dense), (dense, strided), (dense, dense))
+    ]
+    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[1], outputs[2])
+
+
 def test_slots_below_zero_are_not_written_and_empty_sequences_are_skipped() -> None:
     """So that a batch can be padded to a fixed size."""
     case = make_case([(20, 1), (5, 1)])
