@@ -6,7 +6,7 @@ gets the step's block tables and the KV memory as keyword arguments, so there is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +26,14 @@ class PagedStep(NamedTuple):
         metadata: the sequences of the step, and the slots of their new tokens.
         layers: KV blocks of each layer.
         scales: scales of each layer's 8-bit blocks; None for other dtypes.
+        numbers: the numbers of the calls of attention, of which each takes the next. They are those of
+            ``layers``, since a layer has KV blocks for each of its calls in a step.
     """
 
     metadata: AttentionMetadata
     layers: list[torch.Tensor]
     scales: list[torch.Tensor | None]
+    numbers: Iterator[int]
 
 
 def attend(
@@ -45,6 +48,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
@@ -60,8 +64,10 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
-    metadata, layers, scales = paged_step
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    metadata, layers, scales, numbers = paged_step
+    layer = next(numbers)
+    if layer not in module.kv_layers:  # type: ignore[operator]
+        raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     kv_layer, kv_scales = layers[layer], scales[layer]
     expansion = latent_expansion(module)
@@ -79,6 +85,7 @@ def attend(
         sliding_window=sliding_window,
         logit_softcap=softcap,
         sinks=s_aux,
+        alibi_slopes=alibi_slopes,
         kv_scales=kv_scales,
         latent_dim=None if expansion is None else expansion.latent_dim,
     )
@@ -106,10 +113,8 @@ def _own_part(
     return kv_layer.as_strided(shape, strides), None if scales is None else scales[:, :, :num_heads]
 
 
-def pass_step_to(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
+def pass_step_to(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
     """Pass the step of a model's call to attention layers whose callers drop it."""
-    if not layers:
-        return
     steps: list[object] = [None]
 
     def keep(_: object, __: object, options: dict[str, Any]) -> None:

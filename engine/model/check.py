@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ class KvHeads(NamedTuple):
     """The shape of the keys and values of a token, and how each layer calls attention.
 
     Attributes:
+        num_layers: number of calls of attention, each of which has its own KV blocks.
         num_kv_heads, head_dim: those of the memory of a layer, which is large enough for each layer.
         are_alike: whether all keys and values have this shape.
         latent_dim: elements of a latent, see ``KvShape``; 0 if layers keep keys and values.
@@ -103,8 +105,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         num_positions: number of positions for which the layers' masks are checked.
 
     Raises:
-        UnsupportedModelError: the layers do not each call attention once, or the mask of a layer is not its
-            causal window.
+        UnsupportedModelError: no layer calls attention, or the mask of a layer is not its causal window.
     """
     seen: list[_Observed] = []
     observer = MaskObserver()
@@ -118,7 +119,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         token = torch.zeros((1, 1), dtype=torch.long, device=_device(module))
         module(input_ids=token, use_cache=False, paged_step=_ANY_STEP)
     _number([each.layer for each in seen])
-    attention.pass_step_to(module, [each.layer for each in seen if each.drops_step])
+    if droppers := dict.fromkeys(each.layer for each in seen if each.drops_step):
+        attention.pass_step_to(module, droppers)
     if len({each.latent_dim for each in seen}) > 1:
         raise UnsupportedModelError("only some of its layers have latent attention")
     calls = tuple(each.call for each in seen)
@@ -177,20 +179,15 @@ def _observe(
 
 
 def _number(layers: Sequence[torch.nn.Module]) -> None:
-    """Number the layers that call attention, without gaps, in their order in the memory.
+    """Tell the layers that call attention the numbers of their calls, which are their places in the memory.
 
     Raises:
-        UnsupportedModelError: there is no such layer, or they do not each call attention once.
+        UnsupportedModelError: there is no such layer.
     """
     if not layers:
         raise UnsupportedModelError("the model has no layer that calls transformers' attention interface")
-    numbers = [getattr(layer, "layer_idx", -1) for layer in layers]
-    if numbers != sorted(set(numbers)) or numbers[0] < 0:
-        raise UnsupportedModelError(
-            f"attention is called by the layers {numbers}: each must call it once, in this order"
-        )
-    for number, layer in enumerate(layers):
-        layer.layer_idx = number  # type: ignore[assignment]
+    for layer in layers:
+        layer.kv_layers = [number for number, each in enumerate(layers) if each is layer]  # type: ignore[assignment]
 
 
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:
@@ -217,6 +214,9 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
             whole, beside = (
                 module(input_ids=each[None], use_cache=False).logits[0] for each in (prompt, other)
             )
+            kept = module(input_ids=other[None], use_cache=False, logits_to_keep=tokens[:1] * 0).logits
+    if kept.shape[1] != 1:
+        raise UnsupportedModelError("it ignores logits_to_keep, which names the tokens that get logits")
     parts = {
         "a prompt": (first[:_FIRST_CHUNK], whole[:_FIRST_CHUNK]),
         "a prompt beside another": (first[_FIRST_CHUNK:], beside),
@@ -280,7 +280,7 @@ def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
         output = module(
             input_ids=step.input_ids[None],
             position_ids=step.positions[None],
-            paged_step=PagedStep(step.metadata, memory.layers, memory.scales),
+            paged_step=PagedStep(step.metadata, memory.layers, memory.scales, count()),
             use_cache=False,
         )
         logits: torch.Tensor = output.logits[0]

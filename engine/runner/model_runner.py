@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -142,7 +143,7 @@ class ModelRunner:
             logits_to_keep=step.logit_rows[: step.num_logits],
             output_hidden_states=step.num_hidden > 0,
             use_cache=False,
-            paged_step=PagedStep(step.metadata, self.memory.layers, self.memory.scales),
+            paged_step=PagedStep(step.metadata, self.memory.layers, self.memory.scales, count()),
         )
         if step.num_hidden:
             self._hidden = output.hidden_states[-1][0, step.logit_rows[step.num_logits :]]

@@ -20,11 +20,9 @@ from quire.engine.weights.loader import load_model
     ("architecture", "reason"),
     [
         ("mamba", "layers of type \\['linear_attention'\\] keep no paged KV cache"),
-        ("bloom", "no layer that calls transformers' attention interface"),
-        ("diffllama", "called by the layers \\[0, 0, 1, 1\\]"),
+        ("xlm", "no layer that calls transformers' attention interface"),
         ("deepseek_v32", "layers of type \\['indexed_attention'\\] keep no paged KV cache"),
         ("doge", "gives attention masks of its own"),
-        ("gptj", "transformers cannot load"),
     ],
 )
 def test_it_is_refused(architecture: str, reason: str, tmp_path: Path) -> None:
@@ -76,6 +74,15 @@ def test_the_check_finds_values_that_depend_on_the_longest_sequence(
     monkeypatch.setattr(model_loader, "most_positions", lambda config: config.max_position_embeddings)
     with pytest.raises(UnsupportedModelError, match="depends on the longest sequence of the batch"):
         load_model(save_nested_longrope(tmp_path), dtype, torch.device("cpu"))
+
+
+def test_a_model_that_ignores_which_logits_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model("llama", SHARED).save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        "transformers.models.llama.modeling_llama.slice_logits_to_keep", lambda hidden, _: hidden
+    )
+    with pytest.raises(UnsupportedModelError, match="it ignores logits_to_keep"):
+        load_model(str(tmp_path), "float32", torch.device("cpu"))
 
 
 def test_one_key_value_head_without_a_name_in_the_configuration(tmp_path: Path) -> None:
