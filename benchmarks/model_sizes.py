@@ -33,7 +33,9 @@ SIZES: Mapping[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
     "num_decoder_attention_heads": 4,
+    "max_seq_len": 512,
     "is_decoder": True,
+    "is_encoder_decoder": False,
     # Experts.
     "num_local_experts": 4,
     "num_experts": 4,
@@ -101,6 +103,8 @@ KINDS: Mapping[str, str] = {
 }
 """Kinds of layers of published models where those of the default configuration are fewer."""
 
+_VISION_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
+_VISION = {"image_size": 32, "num_hidden_layers": 2, **{key: SIZES[key] for key in _VISION_SIZES}}
 _FULL_HEADS = {"num_key_value_heads": 4}
 _PER_LAYER_INPUTS = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16}
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
@@ -112,6 +116,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         _FULL_HEADS,
     ),
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
@@ -142,6 +147,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma4_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
     "gemma4_unified_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
+    "git": {"vision_config": _VISION},
     "glm4_moe_lite": {**_FULL_HEADS, "v_head_dim": 32},
     "gpt_neo": {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
@@ -151,6 +157,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
     "mimo_v2_flash": {"v_head_dim": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "phi4_multimodal": {
+        "vision_config": _VISION,
+        "audio_config": {
+            **_VISION,
+            "num_blocks": 2,
+            **dict.fromkeys(
+                ("ext_pw_out_channel", "depthwise_separable_out_channel", "nemo_conv_channels"), 64
+            ),
+        },
+    },
     "qwen4_exp_text": {
         "ngram_vocab_size_base": 100,
         "split_ngram_parts": 1,
@@ -178,12 +194,10 @@ UNTRIED: Mapping[str, str] = {
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
     "gemma3n": "its image part needs the package timm; its text model is `gemma3n_text`",
-    "git": "has an image part",
     "moshi": _AUDIO,
     "moss_transcribe_diarize": _AUDIO,
     "musicgen": _AUDIO,
     "musicgen_melody": _AUDIO,
-    "phi4_multimodal": "has an image and an audio part",
     "whisper": _AUDIO,
 }
 """Architectures without a tiny model, and why."""
@@ -192,16 +206,10 @@ REASONS: Mapping[str, str] = {
     "no layer that calls|cannot load|did not pass paged_step": (
         "attention does not go through transformers' attention interface, or drops its arguments"
     ),
-    "encoder-decoder": "it has an encoder and a decoder",
     "chunked_attention": "layers attend within chunks",
     "keep no paged KV cache": (
         "layers keep state other than keys and values (linear, state-space, indexed or compressed attention)"
     ),
-    "something that attention does not see": (
-        "logits differ with paged attention, because the model keeps state that attention does not see"
-    ),
     "paged attention would see other tokens|masks": "attention masks are not a causal window of the layer",
-    "each must call it once": "layers call attention more than once, or not at all",
-    "cannot run with another attention|cannot run with eager": "the model runs only with its own attention",
 }
 """What a user needs to know about a refusal, by a pattern of its message."""

@@ -176,13 +176,20 @@ def _layer_values(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def generated_by_transformers(model: Any, prompt: torch.Tensor) -> list[int]:
-    """Return the greedy tokens of ``generate``."""
+    """Return the greedy tokens of ``generate``, or of the model itself if ``generate`` misleads it."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        # To RoBERTa's kind, ``generate`` gives positions that begin at that of padding.
+        for _ in range(NEW_TOKENS):
+            logits = model(prompt[None], use_cache=False).logits[0, -1]
+            prompt = torch.cat([prompt, logits.argmax()[None]])
+        return prompt[-NEW_TOKENS:].tolist()
     output = model.generate(
         prompt[None],
         max_new_tokens=NEW_TOKENS,
         min_new_tokens=NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,
+        forced_eos_token_id=None,
         pad_token_id=0,
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()

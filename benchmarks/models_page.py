@@ -12,8 +12,9 @@ _HEADING, _NEXT_HEADING = "## Which architectures run\n", "## Which architecture
 _INTRODUCTION = (
     "`python -m quire.benchmarks.model_survey --page docs/models.md` writes this section. It creates a tiny "
     "random model of every causal architecture that transformers knows, with every kind of layer that its "
-    "published models have, and compares its greedy tokens with those of `generate`. These are the "
-    "results with transformers "
+    "published models have, and compares its greedy tokens with those of `generate`. (`generate` gives "
+    "RoBERTa's kind other positions than the model counts itself, so there the tokens are those of the "
+    "model, called without a cache.) These are the results with transformers "
 )
 _WIDTH = 120
 

@@ -174,9 +174,10 @@ def embedding_scale(embedding: torch.nn.Module) -> float:
 def _weight(module: torch.nn.Module) -> torch.Tensor | None:
     """Return a linear layer's weight ``[out_features, in_features]``; None for any other module.
 
-    Subclasses of linear layers count as other modules, since they may do more than multiply.
+    Subclasses of linear layers count as other modules, since they may do more than multiply. Only Falcon's
+    is known to do the same.
     """
-    if type(module) is torch.nn.Linear:
-        return module.weight
+    if type(module) is torch.nn.Linear or type(module).__name__ == "FalconLinear":
+        return module.get_parameter("weight")
     # Conv1D is GPT-2's linear layer, whose weight is transposed.
     return module.get_parameter("weight").T.contiguous() if type(module) is Conv1D else None

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from quire.engine.kv_cache.memory import dtype_name
-from quire.engine.model import attention
+from quire.engine.model import attention, own_attention
 from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
@@ -22,6 +22,7 @@ from quire.engine.model.latent_attention import keep_latents
 from quire.engine.model.packed_linear import pack_linear_layers
 from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
+from quire.engine.model.positions import pass_positions
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.digest import model_digest
@@ -133,12 +134,13 @@ def load_model(
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    max_position_embeddings = most_positions(text_config)
     with KernelFunctions():
         if collectives is None:
-            module, digest, plan = _load_whole(folder, dtype, device, weight_dtype, arithmetic)
+            module, digest, plan = _load_whole(folder, config, dtype, device, weight_dtype, arithmetic)
         else:
             module, digest, plan = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
+    own_attention.connect(module)
+    max_position_embeddings = most_positions(text_config) - pass_positions(module)
     heads = _checked_heads(module, config, max_position_embeddings)
     recipe = None
     if device.type == "cpu":
@@ -213,9 +215,14 @@ class _Loaded(NamedTuple):
 
 
 def _load_whole(
-    folder: Path, dtype: str, device: torch.device, weight_dtype: str, arithmetic: str
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    weight_dtype: str,
+    arithmetic: str,
 ) -> _Loaded:
-    module = _load_module(folder, dtype)
+    module = _load_module(folder, config, dtype)
     digest = _digest(folder, module, weight_dtype)
     plan = read_plan(module)
     module = _prepare_module(module, device, weight_dtype, plan.num_segments(0, 1), arithmetic)
@@ -244,7 +251,7 @@ def _load_part(
     return _Loaded(module, digest, plan)
 
 
-def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
+def _load_module(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     # Progress bars of transformers would garble the launcher's progress bar.
     transformers_logging.disable_progress_bar()
     try:
@@ -254,7 +261,7 @@ def _load_module(folder: Path, dtype: str) -> PreTrainedModel:
             module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype == "auto" else DTYPES[dtype],
-                attn_implementation=attention.IMPLEMENTATION,
+                attn_implementation=own_attention.implementation_at_load(config),
                 use_safetensors=True,
             )
     except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -309,7 +316,9 @@ def most_positions(config: Any) -> int:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    limits: list[int] = [getattr(config, "max_position_embeddings", UNLIMITED)]
+    limits: list[int] = [
+        getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", UNLIMITED))
+    ]
     limits += [each[_ORIGINAL] for each in ropes if each.get("rope_type") == "longrope"]
     return min(limits)
 

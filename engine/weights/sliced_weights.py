@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.own_attention import implementation_at_load
 from quire.engine.model.parallel_layers import head_units
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
 from quire.engine.weights.digest import model_digest
@@ -36,7 +36,7 @@ def load_slices(
         dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
         with _parameters_on_meta():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention.IMPLEMENTATION
+                config, dtype=dtype, attn_implementation=implementation_at_load(config)
             )
         plan = read_plan(model)
         plan.check(num_ranks)
