@@ -281,7 +281,8 @@ def _set(owner: Any, field: str, value: Any, name: str) -> None:
 
 
 def _to_usage(usage: pb.Usage) -> Usage:
-    return Usage(**{each.name: getattr(usage, each.name) for each in fields(Usage)})
+    counts = {each.name: getattr(usage, each.name) for each in fields(Usage)}
+    return Usage(**{**counts, "workers": tuple(usage.workers)})
 
 
 def _to_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

@@ -188,6 +188,8 @@ class Usage:
     """Generated tokens that were accepted draft tokens, so that they needed no separate step."""
     reasoning_tokens: int = 0
     """Generated tokens of reasoning; only with ``parse``."""
+    workers: tuple[str, ...] = ()
+    """Labels of the workers that computed the answer, as ``P1`` and ``D2``, in order of first use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,6 +354,7 @@ def _print_banner(console: Console, config: LocalStackConfig, stack: RunningStac
     if stack.http_address is not None:
         scheme = "https" if has_tls else "http"
         show(f"  http       {scheme}://{stack.http_address}/v1 (OpenAI)")
+        show(f"  page       {scheme}://{stack.http_address}/")
     for name, worker in sorted(stack.ready.items()):
         capacity = worker.num_blocks * config.worker.block_size
         place = stack.places.get(name)

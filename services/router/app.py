@@ -37,6 +37,7 @@ from quire.services.router.admin.admin import admin_server
 from quire.services.router.admin.roles import RoleMetrics, Roles
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution.cluster import Cluster
+from quire.services.router.execution.pushes import Pushes
 from quire.services.router.execution.suspects import Suspects
 from quire.services.router.grpc.open_calls import OpenCalls, router_stops
 from quire.services.router.grpc.request_memory import RequestMemory
@@ -274,10 +275,11 @@ async def _cluster(
     )
     workers.call_on_return(queue.wake)
     prefixes = sources.prefixes(model)
-    suspects = Suspects()
+    suspects, pushes = Suspects(), Pushes()
+    workers.call_on_leave(pushes.forget)
     copies = Copies(workers, spawn, CopyMetrics(metrics.registry), copies_grown=config.copy_answers)
-    followers = (suspects.follow, copies.follow)
-    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, suspects, followers)
+    followers = (suspects.follow, copies.follow, pushes.follow)
+    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, suspects, pushes, followers)
 
 
 @asynccontextmanager

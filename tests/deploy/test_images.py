@@ -163,7 +163,7 @@ INTRUDERS = [
 """Files that users may have in a clone."""
 DATA = re.compile(
     r".*/py\.typed|.*\.lua|.*\.proto|kernels/triton/configs\.json|kvindex/users\.acl|models/demo/.*"
-    r"|observability/(alerts|prometheus|boards/\w+)\.yml|simulator/demo\.json"
+    r"|observability/(alerts|prometheus|boards/\w+)\.yml|services/router/http/page/.*|simulator/demo\.json"
 )
 
 

@@ -16,9 +16,10 @@ from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
-from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, ServiceError, Unavailable
+from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
+from quire.services.router.workers.load import load_of
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.log import get_logger, set_level
@@ -193,9 +194,7 @@ async def _status(worker: Worker) -> pb.WorkerStatus:
 
 
 async def _load(worker: Worker) -> pb.WorkerLoad | None:
-    try:
-        load = await _ask(worker, worker.stub.GetLoad, worker_pb2.GetLoadRequest())
-    except ServiceError:
+    if (load := await load_of(worker, CALL_SECONDS)) is None:
         return None
     return pb.WorkerLoad(
         num_running=load.num_running,

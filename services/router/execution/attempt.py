@@ -46,6 +46,7 @@ class Attempt:
         decode: D.
         prefill: P; None: D computes the prompt.
         scope: which requests may share its blocks.
+        num_pushed: number of blocks that P has pushed to D.
 
     Args:
         workers: find the workers that the placement names, and count the load of the attempt.
@@ -68,6 +69,7 @@ class Attempt:
         self.decode = serving[placement.decode.worker_id]
         self.prefill = serving[placement.prefill.worker_id] if placement.prefill else None
         self.scope = sequence.cache_scope
+        self.num_pushed = 0
         self._pull_from: worker_pb2.PullSource | None = None
         """Where the worker that computes the prompt first copies blocks from; None: nowhere."""
         if (peer := placement.estimate.peer) is not None:
@@ -82,6 +84,7 @@ class Attempt:
         self._placement = placement
         self._sequence = sequence
         self._account = account
+        account.record_workers(each.label for each in (self.prefill, self.decode) if each is not None)
         self._charge = AttemptCharge(account.charge)
         self._calls = WorkerCalls(group.sequence_id, group.attempt, spawn, self._charge)
         self._early: deque[Event] = deque()
@@ -208,7 +211,7 @@ class Attempt:
                 self._early.append(event)
                 continue
             message = _message(event)
-            self._account.record_prefill(message)
+            self._record_prefill(message)
             if message.tokens:
                 self._account.record_computed(self.group, self._placement, message, start)
                 return part_of_tokens(message.tokens, message.finish_reason)
@@ -232,7 +235,7 @@ class Attempt:
                 if event.error is not None and not has_blocks:
                     raise WorkerCallFailed(event.worker, event.error)
                 if event.message is not None:
-                    self._account.record_prefill(event.message)
+                    self._record_prefill(event.message)
                 continue
             if (parts := event.parts) is None:
                 raise WorkerCallFailed(event.worker, event.error)
@@ -276,7 +279,11 @@ class Attempt:
                 while self._calls.num_running:
                     event = await self._calls.next()
                     if event.worker is self.prefill and event.message is not None:
-                        self._account.record_prefill(event.message)
+                        self._record_prefill(event.message)
+
+    def _record_prefill(self, message: worker_pb2.PrefillResponse) -> None:
+        self.num_pushed += message.pushed.num_blocks
+        self._account.record_prefill(message)
 
     async def _cause(self, failure: WorkerCallFailed) -> WorkerCallFailed:
         """Return the failure that caused ``failure``, as far as it is known within ``CALL_END_SECONDS``."""

@@ -10,6 +10,7 @@ from quire.routing.placement import Planner
 from quire.services.requests.served_model import ServedModel
 from quire.services.router.execution.attempt import Follower
 from quire.services.router.execution.prefix_lookup import PrefixLookup
+from quire.services.router.execution.pushes import Pushes
 from quire.services.router.execution.suspects import Suspects
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.workers.queue import WorkerQueue
@@ -30,6 +31,7 @@ class Cluster:
     """Starts a coroutine that may outlive its request."""
     planner: Planner
     suspects: Suspects
+    pushes: Pushes
     followers: Sequence[Follower]
     """Features that follow each attempt."""
     clock: Callable[[], float] = time.monotonic

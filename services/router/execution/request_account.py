@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
@@ -39,6 +39,10 @@ class RequestAccount:
         self.charge = charge
         self.usage = pb.Usage(prompt_tokens=num_prompt_tokens)
         self.prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
+
+    def record_workers(self, labels: Iterable[str]) -> None:
+        """Name the workers of an attempt."""
+        self.usage.workers.extend(label for label in labels if label not in self.usage.workers)
 
     def record_tokens(self, num_tokens: int, num_accepted_draft_tokens: int) -> None:
         """Count new tokens of an answer; a stop string may have removed some of the accepted ones."""

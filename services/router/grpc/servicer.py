@@ -301,6 +301,11 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         async with self._admission.admitted(tenant, deadline):
             return (await self.joined_cluster(deadline)).model
 
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster; None until a worker has joined."""
+        return self._cluster.result() if self._cluster.done() else None
+
     async def joined_cluster(self, deadline: float = math.inf) -> Cluster:
         """Return the cluster, after waiting up to ``worker_wait_seconds`` if no worker has ever joined.
 

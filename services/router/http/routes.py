@@ -16,6 +16,7 @@ from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent, TokenCount
 from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
 from quire.services.router.http.anthropic.writer import MessagesWriter, counting_messages
+from quire.services.router.http.cluster_view import ClusterView, viewing
 from quire.services.router.http.openai import answer_bodies, embeddings, requests
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.completions import CompletionWriter
@@ -188,8 +189,7 @@ def _model_routes(model: ModelRoutes) -> list[Route]:
 
 def _server_routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
     return [
-        # Claude Code asks here whether there is a server.
-        Route("GET", "/", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
+        Route("GET", "/v1/cluster", viewing(servicer), "The workers and their blocks", answer=ClusterView),
         Route("GET", "/version", _version, "The server's version", answer=answer_bodies.Version),
         Route("GET", "/health", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
         Route(

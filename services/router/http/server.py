@@ -20,6 +20,7 @@ from quire.services.router.grpc.open_calls import OpenCalls
 from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.openapi import openapi_document
+from quire.services.router.http.page.files import PAGE_FILES, page_file
 from quire.services.router.http.routes import Route, routes
 from quire.services.router.http.shared.bodies import (
     ADD_BYTES,
@@ -153,7 +154,7 @@ def _application(
     request_timeout_seconds: float,
 ) -> web.Application:
     """Return the application with all routes, and with the route that describes them."""
-    open_paths = {route.path for route in table if route.is_open}
+    open_paths = {route.path for route in table if route.is_open} | PAGE_FILES.keys()
     app = web.Application(
         middlewares=[
             _errors(count),
@@ -167,6 +168,8 @@ def _application(
         app.router.add_route(route.method, route.path, route.handler)
         if route.method == "GET":
             app.router.add_route("HEAD", route.path, route.handler)
+    for path in PAGE_FILES:
+        app.router.add_get(path, page_file)
     app[ANSWERS] = ResumableAnswers()
     app.on_cleanup.append(app[ANSWERS].close)
     app.on_response_prepare.append(_name_answer)

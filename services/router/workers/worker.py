@@ -98,6 +98,8 @@ class Worker:
     """Present role, by which it gets new requests; ``info`` has the one that it had when it joined."""
     last_report: worker_pb2.WatchWorkerResponse = field(default_factory=worker_pb2.WatchWorkerResponse)
     """Its latest report."""
+    label: str = ""
+    """Short name for clients, which must not see ids and addresses, as ``P1`` or ``D2``."""
     num_requests: int = 0
     """Number of this router's requests in flight on the worker."""
     pending_tokens: int = 0

@@ -62,6 +62,7 @@ class WorkerSet:
         self._silences = Silences(clock, self._connections.reach)
         self._acceptance = Acceptance(trust, expected_fingerprint)
         self._workers: dict[str, Worker] = {}
+        self._num_named: Counter[str] = Counter()
         self._is_membership_lost = False
         self.expects_workers = False
         """Whether the membership lists workers that have not joined."""
@@ -216,6 +217,7 @@ class WorkerSet:
         """Place new requests by the role that a worker says it has; ignore an unknown role."""
         if role in ROLES and role != worker.role:
             worker.role = role
+            self._name(worker)
             _log.info("worker_changed_role", worker=worker.worker_id, role=role)
             self._tell_return(worker)
 
@@ -306,10 +308,16 @@ class WorkerSet:
     def _join(self, worker: Worker) -> None:
         self._acceptance.joined(worker.info)
         self._workers[worker.address] = worker
+        self._name(worker)
         _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
         watch = watch_worker(worker, self.router_id, self._hear_report, self.set_aside)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
+
+    def _name(self, worker: Worker) -> None:
+        """Give a worker the next label of its role; no other worker ever gets the same."""
+        self._num_named[worker.role] += 1
+        worker.label = f"{worker.role[0].upper()}{self._num_named[worker.role]}"
 
     def _leave(self, worker: Worker, reason: str) -> None:
         if self._workers.get(worker.address) is not worker:

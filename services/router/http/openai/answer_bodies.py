@@ -22,6 +22,23 @@ class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int
 
 
+class Work(BaseModel):
+    """What the cluster did for a request: an addition of quire's, with the names of ``quire.v1``."""
+
+    workers: list[str]
+    """Labels of the workers that computed the answers, in the order of their first use, as P1 and D2."""
+    blocks_shipped: int
+    """Blocks sent from the prefill to the decode worker."""
+    bytes_shipped: int
+    blocks_reused_on_decode: int
+    """Prompt blocks that were not sent because the decode worker already had them."""
+    blocks_pulled: int
+    """Blocks copied from another worker's cache instead of computed."""
+    bytes_pulled: int
+    retries: int
+    """Number of times that the request moved to another worker after a failure."""
+
+
 class Usage(BaseModel):
     """Token counts of all prompts and answers together."""
 
@@ -30,6 +47,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
+    work: Work | None = None
 
 
 # An answer with 20 logprobs for each of 4,000 tokens has 80,000 of these, so they are plain dictionaries.

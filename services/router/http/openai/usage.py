@@ -7,7 +7,11 @@ from quire.services.router.http.openai.answer_bodies import (
     CompletionTokensDetails,
     PromptTokensDetails,
     Usage,
+    Work,
 )
+
+_WORK = tuple(name for name in Work.model_fields if name != "workers")
+_SUMS = ("completion_tokens", "reasoning_tokens", "cached_prompt_tokens", *_WORK)
 
 
 class UsageCount:
@@ -22,9 +26,10 @@ class UsageCount:
         """Add the counts of the next message."""
         self._prompt_tokens += response.prompt_tokens
         self._seen_tokens += len(response.token_ids)
-        self._final.completion_tokens += response.usage.completion_tokens
-        self._final.reasoning_tokens += response.usage.reasoning_tokens
-        self._final.cached_prompt_tokens += response.usage.cached_prompt_tokens
+        total, usage = self._final, response.usage
+        for name in _SUMS:
+            setattr(total, name, getattr(total, name) + getattr(usage, name))
+        total.workers.extend(label for label in usage.workers if label not in total.workers)
 
     def so_far(self) -> Usage:
         """Return the counts in the middle of a stream; the number of cached tokens is not known yet."""
@@ -41,6 +46,8 @@ class UsageCount:
         usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._final.cached_prompt_tokens)
         reasoning_tokens = self._final.reasoning_tokens
         usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        counts = {name: getattr(self._final, name) for name in _WORK}
+        usage.work = Work(workers=list(self._final.workers), **counts)
         return usage
 
 

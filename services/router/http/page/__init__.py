@@ -1,0 +1,1 @@
+"""The page at the root of the HTTP port, as files that the router sends."""
