@@ -122,9 +122,11 @@ INSIDE: Mapping[str, Mapping[str, set[str]]] = {
         "shared": set(),
         "anthropic": {"shared"},
         "openai": {"shared"},
-        "routes": {"anthropic", "openai", "shared"},
+        "cluster_view": {"shared"},
+        "page": set(),
+        "routes": {"anthropic", "cluster_view", "openai", "shared"},
         "openapi": {"routes", "shared"},
-        "server": {"openapi", "routes", "shared"},
+        "server": {"openapi", "page", "routes", "shared"},
     },
 }
 SERVICES = "quire.services"

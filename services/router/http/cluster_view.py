@@ -10,11 +10,9 @@ from typing import Literal
 from aiohttp import web
 from pydantic import BaseModel
 
-from quire.services.router.execution.cluster import Cluster
+from quire.services.router.grpc.loads import loads
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.shared.bodies import json_response
-from quire.services.router.workers.load import load_of
-from quire.services.router.workers.worker import Worker
 
 VIEW_SECONDS = 0.2
 """A view answers all requests of this time, so that many open pages cost the workers no more than one."""
@@ -67,34 +65,39 @@ def viewing(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[w
     async def view(request: web.Request) -> web.Response:
         nonlocal latest, taken_at
         async with turn:
-            if (cluster := servicer.cluster) and time.monotonic() >= taken_at + VIEW_SECONDS:
-                latest, taken_at = await _view(cluster, servicer.calls.number), time.monotonic()
+            if time.monotonic() >= taken_at + VIEW_SECONDS:
+                latest, taken_at = await _view(servicer), time.monotonic()
             return json_response(latest)
 
     return view
 
 
-async def _view(cluster: Cluster, num_requests: int) -> ClusterView:
-    views = await asyncio.gather(*map(_worker_view, cluster.workers.all()))
-    # Workers may have left or changed their roles while others answered.
-    labels = {worker.worker_id: worker.label for worker in cluster.workers.all()}
-    workers = [view for view in views if view.label in labels.values()]
-    pushes = [
-        PushView(source=source, target=target, running=count.num_running, blocks=count.num_blocks)
-        for pair, count in cluster.pushes.counts.items()
-        for source, target in [[labels[each] for each in pair]]
-    ]
-    return ClusterView(requests=num_requests, workers=workers, pushes=pushes)
-
-
-async def _worker_view(worker: Worker) -> WorkerView:
-    view = WorkerView(label=worker.label, role=worker.role, state="serving")
-    if worker.health.is_draining:
-        view.state = "draining"
-    elif not worker.can_serve:
-        view.state = "silent"
+async def _view(servicer: GenerationServicer) -> ClusterView:
+    view = ClusterView(requests=servicer.calls.number, workers=[], pushes=[])
+    if (cluster := servicer.cluster) is None:
         return view
-    if (load := await load_of(worker, LOAD_SECONDS)) is not None:
-        view.requests = load.num_running + load.num_waiting + load.num_transferring
-        view.blocks = BlockCounts(free=load.free_blocks, cached=load.cached_blocks, used=load.used_blocks)
+    labels = {}
+    for worker, load in await loads(cluster, LOAD_SECONDS):
+        labels[worker.worker_id] = worker.label
+        shown = WorkerView(label=worker.label, role=worker.role, state="serving")
+        if worker.health.is_draining:
+            shown.state = "draining"
+        elif not worker.can_serve:
+            shown.state = "silent"
+        if load is not None:
+            shown.requests = load.num_running + load.num_waiting + load.num_transferring
+            shown.blocks = BlockCounts(
+                free=load.free_blocks, cached=load.cached_blocks, used=load.used_blocks
+            )
+        view.workers.append(shown)
+    for (source, target), count in cluster.pushes.counts.items():
+        # The attempt may use a worker that joined while the others were asked.
+        if source in labels and target in labels:
+            push = PushView(
+                source=labels[source],
+                target=labels[target],
+                running=count.num_running,
+                blocks=count.num_blocks,
+            )
+            view.pushes.append(push)
     return view
