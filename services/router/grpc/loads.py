@@ -11,7 +11,7 @@ from quire.services.router.workers.worker import Worker
 
 
 async def loads(cluster: Cluster, seconds: float) -> list[tuple[Worker, worker_pb2.GetLoadResponse | None]]:
-    """Return the workers with their loads; None for one that serves no requests or does not answer in time."""
+    """Return the workers with their loads; None for one that takes no requests or is too slow."""
 
     async def ask(worker: Worker) -> worker_pb2.GetLoadResponse | None:
         may_answer = worker.can_serve or worker.health.is_draining
