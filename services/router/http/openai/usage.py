@@ -26,6 +26,8 @@ class UsageCount:
         """Add the counts of the next message."""
         self._prompt_tokens += response.prompt_tokens
         self._seen_tokens += len(response.token_ids)
+        if not response.HasField("usage"):
+            return  # only the last message of a stream has one
         total, usage = self._final, response.usage
         for name in _SUMS:
             setattr(total, name, getattr(total, name) + getattr(usage, name))
