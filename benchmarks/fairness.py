@@ -1,11 +1,12 @@
-"""Measures how long a small tenant waits for first tokens while another tenant floods the same workers.
+"""Measures how long a small tenant waits for tokens while another tenant floods the same workers.
 
     python -m quire.benchmarks.fairness
     python -m quire.benchmarks.fairness --prefill 2 --decode 2
 
 The small tenant sends one request after the other, with pauses: first without the flood, then beside each
-flood, then without it again. The ratios compare with the first and the last together. The flood comes from a
-process with the lowest priority, because in production clients do not use the processors of the workers.
+flood once that has had an answer, then without it again. The ratios compare with the first and the last
+together. The flood comes from a process with the lowest priority, because in production clients do not use
+the processors of the workers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -37,7 +39,10 @@ from quire.services.worker.config import WorkerConfig
 
 MAX_MODEL_LEN = 4096
 SETTLE_SECONDS = 1.0
-"""Time for a flood to fill all queues."""
+"""Time for a flood to fill all queues, or for the workers to notice that it has ended."""
+MOST_SECONDS_TO_ANSWER = 120.0
+"""Longest time until a flood's first answer."""
+PERCENTILES = (50, 99)
 VOCABULARY = range(100, 1000)
 
 
@@ -64,58 +69,70 @@ class Options:
     prefill: int = 1
     decode: int = 1
     prompt_tokens: Annotated[int, "tokens of the small tenant's prompts"] = 1024
+    answer_tokens: Annotated[int, "tokens of its answers"] = 16
     requests: Annotated[int, "requests of the small tenant, for each flood"] = 40
     pause_seconds: Annotated[float, "mean time between two of them"] = 0.2
     step_tokens: Annotated[int, "most tokens in a step"] = WorkerConfig.max_num_batched_tokens
     folder: Path = CACHE
 
 
-async def ttft_seconds(client: AsyncClient, rng: random.Random, num_prompt: int, num_answer: int) -> float:
-    """Send a request with a new prompt, and read its answer; return the time to the first token."""
+class Times(NamedTuple):
+    """Seconds of one request: until its first token, and until its last."""
+
+    first_token: float
+    answer: float
+
+
+async def answer_times(client: AsyncClient, rng: random.Random, num_prompt: int, num_answer: int) -> Times:
+    """Send a request with a new prompt, and read its answer."""
     prompt = rng.choices(VOCABULARY, k=num_prompt)
     begin, first = time.perf_counter(), 0.0
     stream = client.stream(prompt, max_tokens=num_answer, ignore_eos=True, temperature=0.0)
     async with aclosing(stream) as deltas:
         async for _ in deltas:
             first = first or time.perf_counter() - begin
-    return first
+    return Times(first, time.perf_counter() - begin)
 
 
-async def small_tenant(address: str, key: str, options: Options) -> list[float]:
-    """Return the times to the first token of the small tenant's requests."""
+async def small_tenant(address: str, key: str, options: Options) -> list[Times]:
+    """Return the times of the small tenant's requests."""
     rng = random.Random(time.time_ns())
-    seconds = []
+    times = []
     async with AsyncClient(address, api_key=key, timeout=60) as client:
         for index in range(-2, options.requests):
-            measured = await ttft_seconds(client, rng, options.prompt_tokens, 4)
-            seconds += [measured] if index >= 0 else []
+            measured = await answer_times(client, rng, options.prompt_tokens, options.answer_tokens)
+            times += [measured] if index >= 0 else []
             await asyncio.sleep(rng.uniform(0.5, 1.5) * options.pause_seconds)
-    return seconds
+    return times
 
 
-async def _send_flood(address: str, key: str, flood: Flood) -> None:
+async def _send_flood(address: str, key: str, flood: Flood, is_answered: Event) -> None:
     async with AsyncClient(address, api_key=key, timeout=600) as client:
 
         async def repeat(seed: int) -> None:
             rng = random.Random(f"{seed} {time.time_ns()}")
             while True:
-                await ttft_seconds(client, rng, flood.prompt_tokens, flood.answer_tokens)
+                await answer_times(client, rng, flood.prompt_tokens, flood.answer_tokens)
+                is_answered.set()
 
         await asyncio.gather(*map(repeat, range(flood.concurrency)))
 
 
-def _flood_process(address: str, key: str, flood: Flood) -> None:
+def _flood_process(address: str, key: str, flood: Flood, is_answered: Event) -> None:
     os.nice(19)
-    asyncio.run(_send_flood(address, key, flood))
+    asyncio.run(_send_flood(address, key, flood, is_answered))
 
 
 @contextmanager
 def flooded(address: str, key: str, flood: Flood) -> Iterator[None]:
-    """Send a flood from another process until the context ends."""
-    process = multiprocessing.get_context("spawn").Process(target=_flood_process, args=(address, key, flood))
+    """Send a flood from another process until the context ends, which begins after its first answer."""
+    context = multiprocessing.get_context("spawn")
+    is_answered = context.Event()
+    process = context.Process(target=_flood_process, args=(address, key, flood, is_answered))
     process.start()
     try:
-        time.sleep(SETTLE_SECONDS + 2)
+        assert is_answered.wait(MOST_SECONDS_TO_ANSWER), "the flood got no answer"
+        time.sleep(SETTLE_SECONDS)
         yield
         assert process.is_alive(), "the flood failed"
     finally:
@@ -123,10 +140,15 @@ def flooded(address: str, key: str, flood: Flood) -> Iterator[None]:
         process.join()
 
 
-def _row(beside: str, seconds: list[float]) -> dict[str, Any]:
-    ms = sorted(1000 * each for each in seconds)
-    row = {"beside": beside, "ttft_p50_ms": percentile(ms, 50), "ttft_p99_ms": percentile(ms, 99)}
-    show_progress(f"beside {beside}: p50 {row['ttft_p50_ms']:.1f} ms, p99 {row['ttft_p99_ms']:.1f} ms")
+def _row(beside: str, times: list[Times], alone: list[Times]) -> dict[str, Any]:
+    row: dict[str, Any] = {"beside": beside}
+    for field in Times._fields:
+        ms = sorted(1000 * getattr(each, field) for each in times)
+        baseline = sorted(1000 * getattr(each, field) for each in alone)
+        for part in PERCENTILES:
+            row[f"{field}_p{part}_ms"] = percentile(ms, part)
+            row[f"{field}_p{part}_ratio"] = percentile(ms, part) / percentile(baseline, part)
+    show_progress(f"beside {beside}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items() if k != "beside"))
     return row
 
 
@@ -150,29 +172,25 @@ def main(options: Options) -> Report:
         )
         with local_stack(config) as stack:
 
-            def measure() -> list[float]:
+            def measure() -> list[Times]:
                 return asyncio.run(small_tenant(stack.address, small.key, options))
 
             alone = measure()
-            _row("nothing", alone)
+            _row("nothing", alone, alone)
             beside = {}
             for name, flood in FLOODS.items():
                 with flooded(stack.address, flooding.key, flood):
                     beside[name] = measure()
-                _row(name, beside[name])
+                _row(name, beside[name], alone)
                 time.sleep(SETTLE_SECONDS)
             alone += measure()
-    rows = [_row("nothing", alone), *(_row(name, seconds) for name, seconds in beside.items())]
-    for row in rows:
-        row["p50_ratio"] = row["ttft_p50_ms"] / rows[0]["ttft_p50_ms"]
-        row["p99_ratio"] = row["ttft_p99_ms"] / rows[0]["ttft_p99_ms"]
-    columns = {
-        "beside": "{beside}",
-        "first token p50 (ms)": "{ttft_p50_ms:.1f}",
-        "p99 (ms)": "{ttft_p99_ms:.1f}",
-        "ratio p50": "{p50_ratio:.2f}",
-        "ratio p99": "{p99_ratio:.2f}",
-    }
+    rows = [_row(name, times, alone) for name, times in {"nothing": alone, **beside}.items()]
+    columns = {"beside": "{beside}"}
+    for field in Times._fields:
+        for part in PERCENTILES:
+            title = f"{field.replace('_', ' ')} p{part}"
+            columns[f"{title} (ms)"] = f"{{{field}_p{part}_ms:.0f}}"
+            columns[f"{title} ratio"] = f"{{{field}_p{part}_ratio:.2f}}"
     return Report([table("A small tenant beside floods", rows, columns)], {"rows": rows})
 
 

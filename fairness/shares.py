@@ -10,7 +10,7 @@ limited credit, so what it did not use a moment ago is served at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -63,10 +63,10 @@ def _reached_level(
 
 
 class _Client(NamedTuple):
-    """A client's level, and the highest level of all when it was served last."""
+    """A client's level, and the highest level of all when it last joined or was served."""
 
     level: float
-    served_at: float
+    seen_at: float
 
 
 class ServedTokens(Generic[K]):
@@ -77,31 +77,42 @@ class ServedTokens(Generic[K]):
     """
 
     def __init__(self, credit: float) -> None:
-        self._credit = credit
+        self.credit = credit
         self._clients: dict[K, _Client] = {}
-        """Those that were served while the highest level rose by the credit; others are at the floor."""
+        """Those that joined or were served, so were seen, while the highest level rose by the credit."""
         self._highest = 0.0
 
     @property
     def _floor(self) -> float:
-        return max(0.0, self._highest - self._credit)
+        return max(0.0, self._highest - self.credit)
 
     def level(self, client: K) -> float:
-        """Return the level of a client."""
+        """Return the level of a client; one that was not seen recently is at the floor."""
         known = self._clients.get(client)
         return self._floor if known is None else max(known.level, self._floor)
 
-    def lowest(self) -> float:
-        """Return the lowest level of the clients that were served recently, present or not."""
-        levels = [known.level for known in self._clients.values()]
-        return max(self._floor, min(levels, default=self._highest))
+    def lowest(self, but: Collection[K] = ()) -> float | None:
+        """Return the lowest level of the clients seen recently; None if there are none ``but`` some."""
+        levels = [known.level for client, known in self._clients.items() if client not in but]
+        return max(self._floor, min(levels)) if levels else None
 
     def serve(self, client: K, num_tokens: int, weight: int = 1) -> None:
         """Raise the level of a client by the tokens that it was served."""
-        level = self.level(client) + num_tokens / weight
+        self._put(client, self.level(client) + num_tokens / weight)
+
+    def join(self, client: K) -> None:
+        """Count a client as present. It keeps its level; a newcomer begins at the lowest level of the others.
+
+        A newcomer that floods is thus not before those that are here, and one that asks for little is not
+        behind them.
+        """
+        lowest = None if client in self._clients else self.lowest()
+        self._put(client, self.level(client) if lowest is None else lowest)
+
+    def _put(self, client: K, level: float) -> None:
         self._highest = max(self._highest, level)
         self._clients.pop(client, None)
         self._clients[client] = _Client(level, self._highest)
-        # The first one is the one that was not served for the longest time.
-        while next(iter(self._clients.values())).served_at < self._floor:
+        # The first one is the one that was not seen for the longest time.
+        while next(iter(self._clients.values())).seen_at < self._floor:
             del self._clients[next(iter(self._clients))]

@@ -7,6 +7,9 @@ a rank, the order of arrival decides::
     client   a    b    c    d
     blocks   0    5    7    40
     rank     0    3    3    6      a waits for no other; b and c in the order of arrival; d is preempted first
+
+Blocks that wait for another worker's writes cannot be preempted. So a client gets no more of these than it
+leaves free, and a client that comes later finds some (dynamic thresholds: Choudhury and Hahne, 1998).
 """
 
 from __future__ import annotations
@@ -43,9 +46,10 @@ class FairBlocks:
         """Count the blocks of each client; the order depends on these counts until the next call."""
         queues = self._queues
         self._num_held_by_client.clear()
-        clients = {*queues.clients, *[group.client for group in queues.transfers]}
+        transfers = (*queues.transfers, *queues.granted)
+        clients = {*queues.clients, *[group.client for group in transfers]}
         if len(clients) > 1 and not any(group.prompt.stops_after_prefill for group in queues.waiting):
-            for group in (*queues.running, *queues.waiting_with_blocks(), *queues.transfers):
+            for group in (*queues.running, *queues.waiting_with_blocks(), *transfers):
                 self._num_held_by_client[group.client] += group.num_held_blocks
 
     def rank(self, group: SequenceGroup, num_more_blocks: int = 0) -> int:
@@ -65,6 +69,26 @@ class FairBlocks:
     def in_order(self, groups: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """Return groups in their order; they are given in the order of arrival."""
         return sorted(groups, key=self.rank) if self._num_held_by_client else list(groups)
+
+    def next_transfers(self) -> list[SequenceGroup]:
+        """Return the oldest transfer of each client that may get more blocks, in the order of arrival.
+
+        One transfer is always allowed. Without authenticated tenants, there is no other client to leave
+        blocks to.
+        """
+        granted: Counter[str] = Counter()
+        for group, num_blocks in self._queues.granted.items():
+            granted[group.client] += num_blocks
+        oldest: dict[str, SequenceGroup] = {}
+        for group in self._queues.transfers:
+            oldest.setdefault(group.client, group)
+
+        def may_have_more(group: SequenceGroup) -> bool:
+            num_granted, num_missing = granted[group.client], self._tables.num_missing(group.prompt)
+            num_left = self._queues.num_spare_blocks - num_missing
+            return not (group.client and num_granted) or num_granted + num_missing <= num_left
+
+        return [group for group in oldest.values() if may_have_more(group)]
 
     def last_victim(self) -> SequenceGroup | None:
         """Return the last group in the order that can be preempted; None if there is none."""
@@ -94,10 +118,11 @@ class FairBlocks:
         if not self._num_held_by_client:
             return None
         waiting = (group for group in queues.waiting if not group.holds_blocks and not group.is_loading)
-        group = min((*queues.transfers, *waiting), key=self.position, default=None)
+        transfers = self.next_transfers()
+        group = min((*transfers, *waiting), key=self.position, default=None)
         if group is None or group in queues.transfers:
             return group
-        oldest_transfer = next(iter(queues.transfers), group)
+        oldest_transfer = next(iter(transfers), group)
         may_start = group.awaited is None and has_room(group)
         return group if may_start and group.arrival <= oldest_transfer.arrival else None
 

@@ -4,10 +4,11 @@ A client is an authenticated tenant with a weight. Max-min fairness divides the 
 that needs less than its part gets all it needs, and the others share the rest by weight. A client's sequences
 are divided among its requests in the same way.
 
-The tokens of prompts go first to the client with the fewest computed tokens in relation to its weight
-(``fairness/shares.py``). A client that floods is ahead of the others, and gets what they leave. While another
-one lags behind, even one without a request now, it also gets at most a quarter of a step, so that a request
-that arrives during a step waits for a short one.
+The tokens of prompts go first to the client that will have the fewest computed tokens, in relation to its
+weight, once its next prompts are computed (``fairness/shares.py``). So of two clients with equal numbers, the
+one that asks for less is served first. A client that floods gets what the others leave. While a request of
+another client could come before its next prompts, even one that has yet to arrive, it also gets at most a
+quarter of a step, so that this request waits for a short one.
 
 A request needs blocks to run, and keeps them while a step leaves it out. This file does not decide who gets
 blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.py``).
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.sequence import ScheduledSequence
 from quire.fairness.shares import ServedTokens, fair_shares
 
@@ -51,15 +53,22 @@ class FairTurns:
     Args:
         queues: the groups.
         fair_blocks: determines their order.
+        tables: the ledger of their blocks, which knows what is cached.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
     """
 
     def __init__(
-        self, queues: GroupQueues, fair_blocks: FairBlocks, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        queues: GroupQueues,
+        fair_blocks: FairBlocks,
+        tables: BlockTables,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self._queues = queues
         self._fair_blocks = fair_blocks
+        self._tables = tables
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self.num_short_tokens = max(1, max_num_batched_tokens // SHORT_STEP)
@@ -93,11 +102,29 @@ class FairTurns:
         Only tokens of prompts are limited: each running sequence may decode.
         """
         served, size = self._served, self._max_num_batched_tokens
-        levels = {client: served.level(client) for client in self._queues.clients}
-        most = min([served.lowest(), *levels.values()]) + size
-        ahead = {client for client, level in levels.items() if level > most}
-        if len(levels) < 2 and not ahead:
+        clients = self._queues.clients
+        for client in clients:
+            served.join(client)
+        if len(clients) < 2 and served.lowest(but=clients) is None:
             return None
+        decoding, prompts, weights = self._demands()
+        left = size - decoding.total()
+        if left <= 0:
+            return None
+        levels = {c: served.level(c) + min(n / weights[c], served.credit) for c, n in prompts.items()}
+        lowest = served.lowest(but={client for client, num_tokens in prompts.items() if num_tokens >= left})
+        ahead = {c: n for c, n in prompts.items() if lowest is not None and levels[c] > lowest + size}
+        if prompts.total() <= left and not ahead:
+            return None
+        shares = fair_shares(prompts, left, weights, levels)
+        num_ahead = min(sum(shares[client] for client in ahead), self.num_short_tokens)
+        others = {client: n for client, n in prompts.items() if client not in ahead}
+        shares = fair_shares(ahead, num_ahead, weights, levels)
+        shares |= fair_shares(others, left - num_ahead, weights, levels)
+        return {client: decoding[client] + shares[client] for client in prompts}
+
+    def _demands(self) -> tuple[Counter[str], Counter[str], dict[str, int]]:
+        """Return the tokens that each client may decode and compute of its next prompts, and the weights."""
         decoding: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
         weights: dict[str, int] = {}
@@ -106,17 +133,11 @@ class FairTurns:
             decoding[group.client] += num_decoding
             prompts[group.client] += group.num_uncomputed_tokens - num_decoding
             weights[group.client] = group.weight
-        for group in self._first_waiting():
+        for group in self._next_waiting():
             if group.lack is None and group.awaited is None:
-                prompts[group.client] += group.num_uncomputed_tokens
+                prompts[group.client] += self._num_uncached_tokens(group)
                 weights[group.client] = group.weight
-        left = size - decoding.total()
-        if left <= 0 or (prompts.total() <= left and not ahead):
-            return None
-        shares = fair_shares({c: n for c, n in prompts.items() if c not in ahead}, left, weights, levels)
-        left = min(left - sum(shares.values()), self.num_short_tokens)
-        shares |= fair_shares({c: n for c, n in prompts.items() if c in ahead}, left, weights, levels)
-        return {client: decoding[client] + shares[client] for client in prompts}
+        return decoding, prompts, weights
 
     def record_step(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Count the tokens that a step computes for each client."""
@@ -149,7 +170,14 @@ class FairTurns:
                 break
         return entitled
 
-    def _first_waiting(self) -> Iterable[SequenceGroup]:
+    def _num_uncached_tokens(self, group: SequenceGroup) -> int:
+        """Return how many tokens a step computes at most for a waiting group."""
+        prompt = group.sequences[0]
+        if group.holds_blocks or group.swapped is not None:
+            return group.num_uncomputed_tokens
+        return prompt.num_tokens - self._tables.num_cached_tokens(prompt, prompt.num_tokens - 1)
+
+    def _next_waiting(self) -> Iterable[SequenceGroup]:
         """Return the first waiting group of each client, in their order."""
         seen: dict[str, SequenceGroup] = {}
         for group in self._fair_blocks.in_order(self._queues.waiting):

@@ -38,6 +38,7 @@ class GroupQueues:
         running: groups that the next step computes, in the order of arrival.
         waiting: new or preempted groups to compute here, in the order of arrival.
         transfers: groups that lack blocks and whose prompts other workers compute, in the order of arrival.
+        granted: how many blocks each transfer got for what is still being written in them.
         num_owed_blocks: how many blocks other clients leave to a client whose next group waits for a sequence
             in a step, and not for blocks.
     """
@@ -46,6 +47,7 @@ class GroupQueues:
         self.running: list[SequenceGroup] = []
         self.waiting: deque[SequenceGroup] = deque()
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
+        self.granted: dict[SequenceGroup, int] = {}
         self.num_owed_blocks: dict[str, int] = {}
         self._num_by_client: Counter[str] = Counter()
         self._with_blocks: set[SequenceGroup] = set()
@@ -88,6 +90,7 @@ class GroupQueues:
         A transfer keeps its position in the order, so it may overtake transfers that were complete before.
         """
         self._stamp_arrival(group)
+        self.granted.pop(group, None)
         insort(self.waiting, group, key=_arrival)
         self._num_by_client[group.client] += 1
         self.note_blocks(group)
@@ -109,6 +112,11 @@ class GroupQueues:
         self.transfers[group] = on_outcome
         self.transfers = {each: self.transfers[each] for each in sorted(self.transfers, key=_arrival)}
 
+    def grant(self, group: SequenceGroup, num_blocks: int) -> None:
+        """Move a transfer that got blocks to those whose blocks are being written."""
+        self.granted[group] = num_blocks
+        self.transfers.pop(group)(True)
+
     def start_group(self, group: SequenceGroup) -> None:
         """Move a waiting group to the running groups."""
         self.waiting.remove(group)
@@ -123,7 +131,8 @@ class GroupQueues:
             self.add_waiting(group)
 
     def remove_group(self, group: SequenceGroup) -> None:
-        """Remove a group from ``running`` or ``waiting``, if it is in one of them."""
+        """Remove a group from ``running``, ``waiting`` or ``granted``, if it is in one of them."""
+        self.granted.pop(group, None)
         if group in self.running:
             self.running.remove(group)
             self._count_out(group)

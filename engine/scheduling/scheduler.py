@@ -143,7 +143,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         config = self.config
         self._fair_turns = FairTurns(
-            self.queues, self.fair_blocks, config.max_num_seqs, config.max_num_batched_tokens
+            self.queues, self.fair_blocks, self.tables, config.max_num_seqs, config.max_num_batched_tokens
         )
 
     def schedule(self) -> Schedule:
@@ -363,7 +363,7 @@ class Scheduler:
         queues = self.queues
         owed: dict[str, int] = {}
         queues.num_owed_blocks = owed
-        oldest_transfer = next((group.arrival for group in queues.transfers), None)
+        oldest_transfer = next((group.arrival for group in self.fair_blocks.next_transfers()), None)
         starting = set(budget.turns or ()).difference(queues.running)
         smallest: dict[str, int] = {}  # sequences of a group that was passed, by client
         for group in self.fair_blocks.in_order(queues.waiting):

@@ -107,31 +107,30 @@ class Transfers:
         """Give the next transfer the blocks for its whole prompt, if it may have them now.
 
         Returns:
-            Whether it got them; False if no transfer waits.
+            Whether it got them; False if no transfer waits, or if all wait for blocks that are granted.
         """
-        transfers = list(self.queues.transfers)
-        if not transfers:
+        in_order = self.fair_blocks.in_order(self.fair_blocks.next_transfers())
+        group = next((each for each in in_order if self._may_be_next(each)), None)
+        if group is None:
             return False
-        group = self.fair_blocks.in_order(transfers)[0]
-        if group is not transfers[0] and not self._may_pass(group, transfers):
-            group = transfers[0]
-        if self._is_behind_waiting_group(group):
-            return False
-        if self.tables.num_missing(group.prompt) > self.queues.num_spare_blocks:
+        num_missing = self.tables.num_missing(group.prompt)
+        if num_missing > self.queues.num_spare_blocks:
             return False
         self.tables.reserve(group.prompt)
-        self.queues.transfers.pop(group)(True)
+        self.queues.grant(group, num_missing)
         return True
 
-    def _may_pass(self, transfer: SequenceGroup, transfers: list[SequenceGroup]) -> bool:
-        """Return whether a transfer may get blocks before older ones.
+    def _may_be_next(self, transfer: SequenceGroup) -> bool:
+        """Return whether a transfer may get blocks before older transfers and waiting groups.
 
         Its sender may have to finish the older transfers first. They must therefore be able to get their
         blocks while all granted blocks still wait for their content.
         """
         if self._is_behind_waiting_group(transfer):
             return False
-        older = set(takewhile(lambda group: group is not transfer, transfers))
+        older = set(takewhile(lambda group: group is not transfer, self.queues.transfers))
+        if not older:
+            return True
         prompts = [group.prompt for group in self.requests.groups.values() if group not in older]
         granted = (each for each in prompts if each.status is SequenceStatus.TRANSFERRING)
         num_granted = sum(len(each.held_blocks) for each in granted)

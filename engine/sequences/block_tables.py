@@ -66,6 +66,14 @@ class BlockTables:
         self.count_cached(sequence, len(block_ids) * self.block_size)
         self.drop_unseen(sequence, sequence.num_computed_tokens)
 
+    def num_cached_tokens(self, sequence: Sequence, max_tokens: int) -> int:
+        """Return the length of the longest cached prefix of at most ``max_tokens`` tokens, in any tier."""
+        usable = self.prefix_hashes(sequence)[: max_tokens // self.block_size]
+        num_blocks = len(self.pool.look_up(usable))
+        if self.tiers is not None:
+            num_blocks += self.tiers.num_on_host(usable[num_blocks:])
+        return num_blocks * self.block_size
+
     def partial_hit(self, sequence: Sequence) -> PartialHit | None:
         """Return a cached block that begins with the sequence's next tokens, if copying it is worthwhile."""
         size, index = self.block_size, len(sequence.block_table)
