@@ -5,7 +5,7 @@ that needs less than its part gets all it needs, and the others share the rest b
 are divided among its requests in the same way.
 
 The tokens of prompts go first to the client that will have the fewest computed tokens, in relation to its
-weight, once its next prompts are computed (``fairness/shares.py``). So of two clients with equal numbers, the
+weight, once its prompts are computed (``fairness/shares.py``). So of two clients with equal numbers, the
 one that asks for less is served first. A client that floods gets what the others leave. While a request of
 another client could come before its next prompts, even one that has yet to arrive, it also gets at most a
 quarter of a step, so that this request waits for a short one.
@@ -28,7 +28,7 @@ blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
@@ -107,12 +107,12 @@ class FairTurns:
             served.join(client)
         if len(clients) < 2 and served.lowest(but=clients) is None:
             return None
-        decoding, prompts, weights = self._demands()
+        decoding, prompts, backlogs, weights = self._demands()
         left = size - decoding.total()
         if left <= 0:
             return None
-        levels = {c: served.level(c) + min(n / weights[c], served.credit) for c, n in prompts.items()}
-        lowest = served.lowest(but={client for client, num_tokens in prompts.items() if num_tokens >= left})
+        levels = {c: served.level(c) + min(backlogs[c] / weights[c], served.credit) for c in prompts}
+        lowest = served.lowest(but={client for client in prompts if backlogs[client] >= left})
         ahead = {c: n for c, n in prompts.items() if lowest is not None and levels[c] > lowest + size}
         if prompts.total() <= left and not ahead:
             return None
@@ -123,8 +123,8 @@ class FairTurns:
         shares |= fair_shares(others, left - num_ahead, weights, levels)
         return {client: decoding[client] + shares[client] for client in prompts}
 
-    def _demands(self) -> tuple[Counter[str], Counter[str], dict[str, int]]:
-        """Return the tokens that each client may decode and compute of its next prompts, and the weights."""
+    def _demands(self) -> tuple[Counter[str], Counter[str], Counter[str], dict[str, int]]:
+        """Return each client's tokens to decode, of its next prompts, and of all its prompts; and weights."""
         decoding: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
         weights: dict[str, int] = {}
@@ -133,11 +133,21 @@ class FairTurns:
             decoding[group.client] += num_decoding
             prompts[group.client] += group.num_uncomputed_tokens - num_decoding
             weights[group.client] = group.weight
-        for group in self._next_waiting():
-            if group.lack is None and group.awaited is None:
-                prompts[group.client] += self._num_uncached_tokens(group)
-                weights[group.client] = group.weight
-        return decoding, prompts, weights
+        backlogs = prompts.copy()
+        seen: set[str] = set()
+        for group in self._fair_blocks.in_order(self._queues.waiting):
+            client = group.client
+            if group.is_loading:
+                continue
+            if client in seen:
+                backlogs[client] += group.num_uncomputed_tokens
+            elif group.lack is None and group.awaited is None:
+                num_tokens = self._num_uncached_tokens(group)
+                prompts[client] += num_tokens
+                backlogs[client] += num_tokens
+                weights[client] = group.weight
+            seen.add(client)
+        return decoding, prompts, backlogs, weights
 
     def record_step(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Count the tokens that a step computes for each client."""
@@ -176,16 +186,6 @@ class FairTurns:
         if group.holds_blocks or group.swapped is not None:
             return group.num_uncomputed_tokens
         return prompt.num_tokens - self._tables.num_cached_tokens(prompt, prompt.num_tokens - 1)
-
-    def _next_waiting(self) -> Iterable[SequenceGroup]:
-        """Return the first waiting group of each client, in their order."""
-        seen: dict[str, SequenceGroup] = {}
-        for group in self._fair_blocks.in_order(self._queues.waiting):
-            if not group.is_loading:
-                seen.setdefault(group.client, group)
-                if len(seen) == len(self._queues.clients):
-                    break
-        return seen.values()
 
 
 def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: int) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
@@ -99,3 +103,111 @@ def test_a_transfer_passes_another_clients_only_where_that_would_fit_beside(
         engine.transfers.reserve(name, lambda given, name=name: outcomes.update({name: given}))  # type: ignore[misc]
     engine.step()
     assert outcomes == ({"new": True} if passes else {})
+
+
+def reserve(engine: Engine, name: str, client: str, num_blocks: int, outcomes: dict[str, bool]) -> None:
+    engine.transfers.accept(request(name, client, num_blocks * BLOCK_SIZE, 1))
+    engine.transfers.reserve(name, lambda given: outcomes.update({name: given}))
+    engine.transfers.grant_blocks()
+
+
+def test_a_clients_transfers_leave_as_many_blocks_free_as_they_hold() -> None:
+    engine = make_constant_engine(4, 64, num_blocks=NUM_BLOCKS)
+    outcomes: dict[str, bool] = {}
+    for number in range(4):
+        reserve(engine, f"flood-{number}", "flood", 8, outcomes)
+    assert outcomes == {"flood-0": True, "flood-1": True}
+    for number in range(2):
+        reserve(engine, f"small-{number}", "small", 6, outcomes)
+    assert outcomes == {"flood-0": True, "flood-1": True, "small-0": True, "small-1": True}
+    engine.transfers.admit("flood-0", TOKEN)
+    engine.transfers.grant_blocks()
+    assert "flood-2" not in outcomes  # eight blocks would be left, and the client would hold sixteen
+    engine.abort("small-1")
+    engine.abort("small-0")
+    engine.transfers.grant_blocks()
+    assert outcomes["flood-2"]
+    assert "flood-3" not in outcomes
+    engine.check_conservation()
+
+
+@pytest.mark.parametrize(("client", "num_granted"), [("flood", 1), ("", 2)])
+def test_one_transfer_may_take_more_than_half_of_the_pool_and_without_tenants_all_may(
+    client: str, num_granted: int
+) -> None:
+    engine = make_constant_engine(4, 64, num_blocks=NUM_BLOCKS, max_model_len=200)
+    outcomes: dict[str, bool] = {}
+    reserve(engine, "large", client, 30, outcomes)
+    reserve(engine, "small", client, 8, outcomes)
+    assert len(outcomes) == num_granted
+
+
+@dataclass(eq=False)
+class Push:
+    """A prompt that one worker computes for another, so that it needs blocks of both."""
+
+    receiver: Engine
+    prompt: Sequence
+    num_blocks: int
+    is_held: bool = False
+    outcomes: list[bool] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sender:
+    """Gives its blocks to prompts in the order of arrival, and keeps them until the receiver has theirs."""
+
+    num_free: int = NUM_BLOCKS
+    pushes: list[Push] = field(default_factory=list)
+
+    def deliver(self) -> bool:
+        """Deliver what is computed and has blocks of its receiver; return whether there was anything."""
+        for push in self.pushes:
+            if not push.is_held:
+                if push.num_blocks > self.num_free:
+                    break
+                push.is_held, self.num_free = True, self.num_free - push.num_blocks
+        done = [push for push in self.pushes if push.is_held and push.outcomes]
+        for push in done:
+            assert push.outcomes == [True]
+            push.receiver.transfers.admit(push.prompt.attempt_id, TOKEN)
+            push.receiver.transfers.grant_blocks()
+            self.pushes.remove(push)
+            self.num_free += push.num_blocks
+        return bool(done)
+
+
+SIZES = st.integers(1, NUM_BLOCKS - 2)
+WORKERS = st.integers(0, 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), WORKERS, WORKERS, SIZES, st.booleans()), max_size=30))
+def test_two_workers_never_wait_for_each_others_blocks(
+    pushes: list[tuple[str, int, int, int, bool]],
+) -> None:
+    """Each push opens at its receiver when it enters the queue of its sender."""
+    receivers = [make_constant_engine(4, 64, num_blocks=NUM_BLOCKS, max_model_len=200) for _ in range(2)]
+    senders = [Sender(), Sender()]
+
+    def advance() -> bool:
+        is_delivered = [sender.deliver() for sender in senders]
+        num_stepped = 0
+        for receiver in receivers:
+            receiver.step()
+            receiver.check_conservation()
+            num_stepped += receiver.num_stepped
+        return any(is_delivered) or num_stepped > 0
+
+    for number, (client, sender, receiver, num_blocks, is_followed) in enumerate(pushes):
+        prompt = request(str(number), client, num_blocks * BLOCK_SIZE, 6)
+        push = Push(receivers[receiver], prompt, num_blocks)
+        senders[sender].pushes.append(push)
+        push.receiver.transfers.accept(prompt)
+        push.receiver.transfers.reserve(prompt.attempt_id, push.outcomes.append)
+        push.receiver.transfers.grant_blocks()
+        if is_followed:
+            advance()
+    while advance():
+        pass
+    assert not any(sender.pushes for sender in senders)
+    assert not any(receiver.groups for receiver in receivers)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.engine import Engine
-from quire.engine.scheduling.fair_turns import CREDIT_STEPS, divided, may_start
+from quire.engine.scheduling.fair_turns import CREDIT_STEPS, SHORT_STEP, divided, may_start
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.beam_search import BeamSearch
 from quire.engine.sequences.sequence import Sequence
@@ -185,7 +185,8 @@ FLOODS = {"long prompts": (8, 400, 1), "many answers": (40, 8, 200), "tiny reque
     ("flood", "on_prefill_worker"),
     [("long prompts", False), ("long prompts", True), ("many answers", False), ("tiny requests", False)],
 )
-def test_a_flood_delays_only_itself(flood: str, on_prefill_worker: bool) -> None:
+@pytest.mark.parametrize("begins", ["flood", "small"])
+def test_a_flood_delays_only_itself(flood: str, on_prefill_worker: bool, begins: str) -> None:
     """Tokens that are computed from the arrival of a small client's prompt until its first token.
 
     The small client asks for less than half of all tokens, its share. Its requests arrive during a step.
@@ -195,9 +196,13 @@ def test_a_flood_delays_only_itself(flood: str, on_prefill_worker: bool) -> None
     engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
     num_sent = num_done = 0
     waited: list[int] = []
-    arrived, computed, due = 0, 0, 2 * CREDIT_STEPS * STEP_TOKENS
-    while len(waited) < num_small:
-        while sum(group.client == "flood" for group in engine.groups.values()) < num_flooding:
+    arrived, computed, due = 0, 0, 2 * CREDIT_STEPS * STEP_TOKENS if begins == "flood" else 0
+    num_alone = 0 if begins == "flood" else CREDIT_STEPS
+    while len(waited) < num_small + num_alone:
+        is_flooded = len(waited) >= num_alone
+        if not is_flooded and not engine.groups:
+            computed = due  # the small client pauses
+        while is_flooded and sum(g.client == "flood" for g in engine.groups.values()) < num_flooding:
             sequence = prompt_of(f"flood-{num_sent}", "flood", num_prompt, num_answer)
             sequence.stops_after_prefill = on_prefill_worker
             engine.add_request(sequence)
@@ -221,30 +226,48 @@ def test_a_flood_delays_only_itself(flood: str, on_prefill_worker: bool) -> None
     assert max(waited[1:]) <= 1.2 * small_tokens
 
 
+def test_small_requests_without_end_do_not_starve_a_long_one() -> None:
+    engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
+    num_sent = computed = 0
+    while computed < CREDIT_STEPS * STEP_TOKENS:
+        while sum(group.client == "small" for group in engine.groups.values()) < 2 * MOST_SEQS:
+            engine.add_request(prompt_of(f"small-{num_sent}", "small", 40))
+            num_sent += 1
+        if num_sent == 2 * MOST_SEQS:
+            engine.add_request(prompt_of("long", "long", 900))
+        ended = {update.sequence.attempt_id for update in engine.step() if update.status.is_finished}
+        computed += engine.num_step_tokens
+        if "long" in ended:
+            break
+    # The others are served as many tokens first as it asks for, and then one for each of its own.
+    assert computed <= 3 * 900 + STEP_TOKENS
+
+
 def test_clients_that_always_want_more_get_tokens_by_weight_and_pay_nothing_for_cached_ones() -> None:
     engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
     weights = {"one": 1, "three": 3, "cached": 1}
     tokens = Counter[str]()
     cached = [3] * 400
     num_sent = 0
-    for number in range(300):
+    num_warm, num_steps = 50, 1000
+    for number in range(num_warm + num_steps):
         for client, weight in weights.items():
             while sum(group.client == client for group in engine.groups.values()) < 2:
                 num_sent += 1
                 sequence = prompt_of(f"{client}-{num_sent}", client, 400, weight=weight)
                 if client == "cached":
-                    sequence = replace(
-                        sequence, token_ids=cached + [num_sent % 7] * 40, num_prompt_tokens=440
-                    )
+                    new = [num_sent // 7**place % 7 for place in range(40)]
+                    sequence = replace(sequence, token_ids=cached + new, num_prompt_tokens=440)
                     sequence.root_hash = b"same"
                 engine.add_request(sequence)
         before = {g.attempt_id: g.prompt.num_computed_tokens for g in engine.groups.values()}
         groups = list(engine.groups.values())
         engine.step()
-        if number < 50:
+        if number < num_warm:
             continue
         for group in groups:
             num_before = max(before[group.attempt_id], group.prompt.num_cached_tokens)
             tokens[group.client] += max(0, group.prompt.num_computed_tokens - num_before)
     assert tokens["three"] == pytest.approx(3 * tokens["one"], rel=0.05)
     assert tokens["cached"] == pytest.approx(tokens["one"], rel=0.05)
+    assert sum(tokens.values()) >= num_steps * STEP_TOKENS / SHORT_STEP
