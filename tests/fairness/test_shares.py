@@ -100,7 +100,27 @@ def test_no_client_is_further_behind_than_the_credit_and_the_levels_of_idle_ones
         assert served.level(client) == before + num_tokens / weight
         highest = max(map(served.level, range(41)))
         assert all(highest - served.level(each) <= CREDIT for each in range(41))
-        assert highest - served.lowest() <= CREDIT
+        lowest = served.lowest()
+        assert lowest is not None
+        assert highest - lowest <= CREDIT
+
+
+def test_a_newcomer_begins_at_the_lowest_level_of_the_others_and_the_others_keep_theirs() -> None:
+    served = ServedTokens[str](CREDIT)
+    served.join("first")
+    assert served.level("first") == 0
+    served.serve("first", 1000)
+    served.serve("second", 100)  # from the floor, 600
+    assert served.lowest() == served.lowest(but={"first"}) == 700
+    served.join("new")
+    assert served.level("new") == 700
+    assert served.lowest(but={"second", "new"}) == 1000
+    assert served.lowest(but={"first", "second", "new"}) is None
+    served.serve("first", 50)
+    served.join("new")
+    assert served.level("new") == 700
+    served.serve("first", 300)  # the credit ends at 950
+    assert served.level("new") == 950
 
 
 @given(st.lists(st.dictionaries(st.integers(1, 5), st.integers(1, 4 * STEP)), max_size=80))
