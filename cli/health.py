@@ -1,4 +1,4 @@
-"""``quire health``: asks a process whether it accepts requests."""
+"""``quire health``: asks a process whether it can serve requests, and why not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def health(
     ] = 3.0,
     encryption: options.ClientTls,
 ) -> None:
-    """Ask a router or a worker whether it accepts requests; the exit status is 0 if it does, else 1.
+    """Ask a router or a worker whether it can serve requests, and why not; the exit status is 0 if it can.
 
     With TLS between router and workers, a worker asks for a certificate of the cluster, and the name in its
     own certificate is quire-cluster.
@@ -40,12 +40,16 @@ def health(
         opened = grpc.secure_channel(address, tls.credentials(), options=tls.options())
     with opened as channel:
         try:
-            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout)
+            answer, call = HealthStub(channel).Check.with_call(HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 fail(f"{address} speaks gRPC but does not report its health: is it a server of quire?")
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                fail(f"{address} has not answered within {timeout:g} s: it is stopped, stuck or unreachable")
             problem = connection_problem(error.details() or "", address)
             fail(problem or f"{address} does not answer: {error.code().name}")
+    told = dict(call.trailing_metadata())
     if answer.status != HealthCheckResponse.SERVING:
-        fail(f"{address} answers, but accepts no requests (yet, or any longer)")
-    typer.echo("serving")
+        status = told.get("quire-status", "not_ready").replace("_", " ")
+        fail(f"{address} is {status}: {told.get('quire-reason', 'it gives no reason')}")
+    typer.echo("ready")

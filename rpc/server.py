@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter
@@ -21,6 +21,7 @@ from quire.rpc.call_limits import READ_SECONDS, CallLimits, remember_parents
 from quire.rpc.channels import MAX_MESSAGE_BYTES, PING_TIMEOUTS
 from quire.rpc.ended_calls import end_raised
 from quire.rpc.errors import BadFileError, Internal, ServiceError, cannot_listen, to_status
+from quire.rpc.health import READY, STARTING, STOPPING, Health, HealthServicer
 from quire.rpc.interceptors import OwnCalls, handler_kind
 from quire.rpc.request_intake import Memory, RequestIntake, unbounded
 
@@ -107,7 +108,7 @@ class GrpcServer:
     def __init__(
         self,
         server: grpc.aio.Server,
-        health_servicer: Any,
+        health_servicer: HealthServicer,
         service_names: Sequence[str],
         host: str,
         port: int,
@@ -115,35 +116,42 @@ class GrpcServer:
     ) -> None:
         self._server = server
         self._health = health_servicer
-        self._service_names = service_names
+        self._names = ("", *service_names)
         self._grace_seconds = grace_seconds
         self._before_end: list[Callable[[], None]] = []
         self._is_stopping = False
-        self.is_ready = False
-        """Whether health checks get SERVING."""
         self.port = port
         self.address = f"{host}:{port}"
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether health checks get SERVING."""
+        return self.health.is_ready
+
+    @property
+    def health(self) -> Health:
+        """What health checks get; before the first report, the server is starting."""
+        return self._health.health
+
+    async def report(self, health: Health) -> None:
+        """Tell health checks this, unless the server stops; it accepts calls in any case."""
+        if not self._is_stopping:
+            await self._health.report(health, self._names)
+
     async def ready(self) -> None:
-        """Report SERVING to health checks, unless the server stops."""
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-
-    async def not_ready(self) -> None:
-        """Report NOT_SERVING to health checks; the server still accepts calls.
-
-        This is also the status before the first ``ready``, and while the server drains.
-        """
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        """Report that the server can serve."""
+        await self.report(READY)
 
     async def stop(self, stop: Stop | None = None) -> None:
-        """Report NOT_SERVING, refuse new calls, and cancel running calls that do not end within the grace.
+        """Report that it stops, refuse new calls, and cancel running calls that do not end within the grace.
 
         ``stop.drain`` runs first, within the same grace, while the server still accepts calls: some servers
         need further calls before their running calls can end.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_seconds
-        self._is_stopping, self.is_ready = True, False
+        await self.report(STOPPING)
+        self._is_stopping = True
         await self._health.enter_graceful_shutdown()
         if stop is not None:
             await _drain(stop, deadline)
@@ -154,11 +162,6 @@ class GrpcServer:
     def call_before_end(self, function: Callable[[], None]) -> None:
         """Call a function after the drain, to end the calls that would not end by themselves."""
         self._before_end.append(function)
-
-    async def _set_health(self, status: Any) -> None:
-        self.is_ready = status == health_pb2.HealthCheckResponse.SERVING and not self._is_stopping
-        for name in ("", *self._service_names):
-            await self._health.set(name, status)
 
 
 @asynccontextmanager
@@ -179,7 +182,7 @@ async def grpc_server(
     min_ping_seconds: float = MIN_PING_SECONDS,
     shares_port: bool = False,
 ) -> AsyncIterator[GrpcServer]:
-    """Serve ``services`` until the context ends; health is NOT_SERVING until ``GrpcServer.ready`` is called.
+    """Serve ``services`` until the context ends; ``GrpcServer.report`` tells its health.
 
     Args:
         port: 0: any free port, which ``GrpcServer.port`` contains.
@@ -205,7 +208,7 @@ async def grpc_server(
         ],
         options=server_options(max_message_bytes, min_ping_seconds, shares_port=shares_port),
     )
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for service in services:
         service.add_to_server(service.servicer, server)
@@ -214,7 +217,7 @@ async def grpc_server(
     running = GrpcServer(
         server, health_servicer, names, host, _bind(server, host, port, credentials), grace_seconds
     )
-    await running.not_ready()
+    await running.report(STARTING)
     await server.start()
     try:
         yield running

@@ -23,6 +23,7 @@ from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.errors import BadFileError, Unavailable
+from quire.rpc.health import Health
 from quire.rpc.server import (
     Draining,
     GrpcServer,
@@ -143,7 +144,7 @@ async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], 
 async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     """Run a router until the context ends.
 
-    Health is SERVING once the model's tokenizer has been loaded, while a decode worker can serve requests.
+    It is ready once the model's tokenizer has been loaded, while a decode worker can serve requests.
     """
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
     tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
@@ -193,7 +194,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             _follow_workers(running, cluster, join, config.poll_seconds),
             _ask_busy_workers(workers, config.poll_seconds),
             _listen_to_workers(workers),
-            _report_readiness(running, cluster),
+            _report_health(running, servicer.health),
         ):
             await stack.enter_async_context(in_background(until_cancelled))
         if config.elastic_roles:
@@ -323,16 +324,15 @@ async def _follow_workers(
         await asyncio.sleep(poll_seconds if is_complete else min(poll_seconds, STARTUP_POLL_SECONDS))
 
 
-async def _report_readiness(running: RunningRouter, cluster: asyncio.Future[Cluster]) -> None:
+async def _report_health(running: RunningRouter, health: Callable[[], Health]) -> None:
     """Keep the health status up to date until cancelled.
 
     This is a separate task, so that a slow membership or a silent worker does not delay the status.
     """
     while True:
-        can_serve = cluster.done() and bool(running.workers.serving("decode"))
-        is_ready = can_serve and not running.calls.is_stopping
-        await (running.server.ready() if is_ready else running.server.not_ready())
-        if is_ready:
+        now = health()
+        await running.server.report(now)
+        if now.is_ready:
             running.has_served.set()
         await asyncio.sleep(READINESS_SECONDS)
 

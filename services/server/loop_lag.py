@@ -32,9 +32,9 @@ class LoopLagMetrics:
         """When the sleeper is to wake, a reading of ``time.monotonic``."""
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether the loop has not woken the sleeper for ``STUCK_SECONDS``."""
-        return time.monotonic() - self.due > STUCK_SECONDS
+    def late_seconds(self) -> float:
+        """Seconds by which the loop is late in waking the sleeper; below 0 before that is due."""
+        return time.monotonic() - self.due
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +15,9 @@ from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from quire.rpc.errors import cannot_listen
+from quire.rpc.health import READY, Health
 from quire.rpc.server import GrpcServer
-from quire.services.server.loop_lag import LoopLagMetrics
+from quire.services.server.loop_lag import STUCK_SECONDS, LoopLagMetrics
 
 STOP_POLL_SECONDS = 0.05
 READ_SECONDS = 10.0
@@ -38,13 +40,16 @@ class Probes(NamedTuple):
     server: GrpcServer
     lag: LoopLagMetrics
 
-    def is_live(self) -> bool:
-        """Return whether the process works; only a restart helps one whose event loop is stuck."""
-        return not self.lag.is_stuck
+    @property
+    def stuck(self) -> Health | None:
+        """What is wrong if the event loop is stuck: the process is dead, and only a restart helps."""
+        late = self.lag.late_seconds
+        return Health("stalled", f"the event loop is {late:.0f} s late") if late > STUCK_SECONDS else None
 
-    def is_ready(self) -> bool:
-        """Return whether the process can serve a request now, as gRPC's health service reports it."""
-        return self.server.is_ready and self.is_live()
+    @property
+    def health(self) -> Health:
+        """Whether the process can serve a request now, as gRPC's health service reports it."""
+        return self.stuck or self.server.health
 
 
 def describe_readiness(registry: CollectorRegistry, is_ready: Callable[[], bool]) -> None:
@@ -76,7 +81,7 @@ def metrics_server(
     Raises:
         OSError: the address cannot be bound.
     """
-    describe_readiness(registry, probes.is_ready)
+    describe_readiness(registry, lambda: probes.health.is_ready)
     app = _app(registry, probes)
     # Not prometheus_client's own start_http_server, which takes half a second to stop.
     try:
@@ -95,13 +100,18 @@ def metrics_server(
 
 def _app(registry: CollectorRegistry, probes: Probes) -> Callable[..., Iterable[bytes]]:
     metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
-    answers = {"/health": probes.is_live, "/ready": probes.is_ready}
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if (answer := answers.get(environ["PATH_INFO"])) is None:
-            return metrics(environ, start_response)
-        status = "200 OK" if answer() else "503 Service Unavailable"
-        start_response(status, [("Content-Type", "text/plain")])
-        return [f"{status}\n".encode()]
+        match environ["PATH_INFO"]:
+            case "/health":
+                health, well = probes.stuck or READY, "alive"
+            case "/ready":
+                health, well = probes.health, "ready"
+            case _:
+                return metrics(environ, start_response)
+        code = "200 OK" if health.is_ready else "503 Service Unavailable"
+        start_response(code, [("Content-Type", "application/json")])
+        answer = {"status": well if health.is_ready else health.status, "reason": health.reason}
+        return [f"{json.dumps(answer)}\n".encode()]
 
     return app

@@ -17,6 +17,7 @@ from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.call_limits import READ_SECONDS
 from quire.rpc.cluster_proof import RequireProof
+from quire.rpc.health import READY, Health
 from quire.rpc.server import GrpcServer, Service, Stop, grpc_server, serve_until_signal, tell_log
 from quire.services.server.background import in_background
 from quire.services.server.log import configure_logging, get_logger
@@ -48,6 +49,9 @@ ROUTER_READ_SECONDS = 2 * READ_SECONDS
 
 MIN_PING_SECONDS = 0.1
 """Routers may ping this often; they do every two seconds."""
+
+UNLEASED = Health("not_ready", "it has no lease in Redis yet, so no router finds it")
+STALLED = Health("stalled", "the engine's step takes more than ten times as long as such steps take")
 
 _log = get_logger("worker")
 
@@ -133,17 +137,18 @@ def _server(start: Start, services: Sequence[Service]) -> AbstractAsyncContextMa
 
 
 async def _report_readiness(server: GrpcServer, state: WorkerState, publisher: BlockPublisher | None) -> None:
-    """After the first lease, report SERVING while the engine makes progress, until cancelled.
+    """Report the worker's health until cancelled: after its first lease, whether the engine makes progress.
 
     Before its first lease no router finds the worker. Later, routers keep it even without a lease.
     """
     if publisher is not None:
+        await server.report(UNLEASED)
         await publisher.has_joined.wait()
     has_changed = asyncio.Event()
     state.call_on_change(has_changed.set)
     while True:
         has_changed.clear()
-        await (server.not_ready() if state.is_stalled else server.ready())
+        await server.report(STALLED if state.is_stalled else READY)
         await has_changed.wait()
 
 

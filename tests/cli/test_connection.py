@@ -100,7 +100,7 @@ def test_a_verb_shows_a_certificate_and_expects_a_name(
             monkeypatch.setenv("QUIRE_" + flag.removeprefix("--").replace("-", "_").upper(), value)
     result = quire(*arguments(verb, secured.address), *flags, stdin="Hi\n")
     assert result.exit_code == 0, result.output
-    assert {"health": "serving", "bench": '"num_requests": 1'}.get(verb, "Blue is é🙂.") in result.stdout
+    assert {"health": "ready", "bench": '"num_requests": 1'}.get(verb, "Blue is é🙂.") in result.stdout
 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])

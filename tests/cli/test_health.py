@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from typer.testing import Result
 
+from quire.rpc.health import Health
 from quire.rpc.server import GrpcServer, grpc_server
 
 Quire = Callable[..., Result]
@@ -20,14 +24,42 @@ async def ask(quire: Quire, server: GrpcServer) -> Result:
 async def test_the_status_follows_the_server(quire: Quire) -> None:
     async with grpc_server([], registry=CollectorRegistry()) as server:
         result = await ask(quire, server)
-        assert (result.exit_code, result.stderr.split(",")[0]) == (1, f"error: {server.address} answers")
+        assert (result.exit_code, result.stderr) == (
+            1,
+            f"error: {server.address} is not ready: it is starting\n",
+        )
         await server.ready()
         result = await ask(quire, server)
-        assert (result.exit_code, result.stdout) == (0, "serving\n")
+        assert (result.exit_code, result.stdout) == (0, "ready\n")
         result = await asyncio.to_thread(quire, "health", "--address", server.address)
-        assert (result.exit_code, result.stdout) == (0, "serving\n")
-        await server.not_ready()
-        assert (await ask(quire, server)).exit_code == 1
+        assert (result.exit_code, result.stdout) == (0, "ready\n")
+        await server.report(Health("stalled", "3 requests wait"))
+        result = await ask(quire, server)
+        assert (result.exit_code, result.stderr) == (
+            1,
+            f"error: {server.address} is stalled: 3 requests wait\n",
+        )
+
+
+async def test_a_server_that_gives_no_reason_is_not_ready(quire: Quire) -> None:
+    server = grpc.aio.server()
+    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        result = await asyncio.to_thread(quire, "health", address)
+    finally:
+        await server.stop(None)
+    assert (result.exit_code, result.stderr) == (1, f"error: {address} is not ready: it gives no reason\n")
+
+
+def test_a_process_that_is_stopped_is_said_to_be_stuck(quire: Quire) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = quire("health", f"127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.2")
+    assert result.exit_code == 1
+    assert "has not answered within 0.2 s: it is stopped, stuck or unreachable" in result.stderr
 
 
 def test_where_no_server_listens_the_status_is_1(quire: Quire) -> None:

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import InvalidArgument, Unavailable
+from quire.rpc.health import STARTING, Health
 from quire.rpc.server import (
     Draining,
     GrpcServer,
@@ -115,8 +116,19 @@ async def test_health_follows_ready(server: GrpcServer, channel: grpc.aio.Channe
     assert await status("") == await status(NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
     await server.ready()
     assert await status("") == await status(NAME) == health_pb2.HealthCheckResponse.SERVING
-    await server.not_ready()
+    await server.report(STARTING)
     assert await status(NAME) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_the_health_check_says_why(server: GrpcServer, channel: grpc.aio.Channel) -> None:
+    async def told() -> dict[Any, Any]:
+        call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        return dict(await call.trailing_metadata())
+
+    await server.report(Health("stalled", "2 requests wait"))
+    assert await told() == {"quire-status": "stalled", "quire-reason": "2 requests wait"}
+    await server.ready()
+    assert await told() == {"quire-status": "ready", "quire-reason": ""}
 
 
 async def test_invalid_argument_names_the_field(channel: grpc.aio.Channel) -> None:

@@ -20,6 +20,7 @@ from quire.protos import kvtransfer_pb2, worker_pb2, worker_pb2_grpc
 from quire.routing.placement import PolicyConfig
 from quire.rpc.cluster_proof import RequireProof, description_proof
 from quire.rpc.errors import Aborted, ServiceError
+from quire.rpc.health import STOPPING
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
@@ -166,7 +167,7 @@ class FakeWorker(StreamingWorker):
     async def begin_to_stop(self) -> None:
         """Answer as a worker whose process is about to end, until ``serve_again``."""
         self.is_draining = True
-        await self.server.not_ready()
+        await self.server.report(STOPPING)
 
     async def serve_again(self) -> None:
         self.is_draining = False

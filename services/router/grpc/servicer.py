@@ -13,13 +13,14 @@ from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
+from quire.rpc.health import READY, STOPPING, Health
 from quire.services.requests.embeddings import validate_embeddings
 from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import Answers, ValidRequest, answers_of, validate
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.embedding import EmbeddingRun, run_all
-from quire.services.router.execution.failures import deadline_exceeded, no_decode_worker
+from quire.services.router.execution.failures import deadline_exceeded
 from quire.services.router.execution.generation import GenerationRun
 from quire.services.router.grpc.batch import batch_answers, check_batch_size
 from quire.services.router.grpc.open_calls import OpenCalls
@@ -153,18 +154,25 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         async with self.calls.entered():
             return await self.embed(request, CALLER.get(), self._deadline(context), headers)
 
-    def check_ready(self) -> None:
-        """Return if the model is known and a decode worker can serve a request now.
+    def health(self) -> Health:
+        """Return whether a request could be served now; all probes tell this.
 
-        Raises:
-            Unavailable: the router is stopping, or no worker can serve; the message says which.
+        Without a prefill worker it can be, since decode workers compute prompts too.
         """
-        self.calls.check()
-        if not self._cluster.done():
-            raise _no_worker()
-        workers = self._cluster.result().workers
-        if not workers.serving("decode"):
-            raise no_decode_worker(workers)
+        if self.calls.is_stopping:
+            return STOPPING
+        (waiting,) = self._metrics.requests_waiting.collect()
+        num_stalled = int(waiting.samples[0].value)
+        problem: str | None = "no worker has joined yet"
+        if self._cluster.done():
+            workers = self._cluster.result().workers
+            problem, num_stalled = workers.decode_problem(), num_stalled + workers.num_held()
+        if problem is None:
+            return READY
+        if num_stalled:
+            waits = "1 request waits" if num_stalled == 1 else f"{num_stalled} requests wait"
+            return Health("stalled", f"{problem}; {waits}")
+        return Health("not_ready", problem)
 
     async def generate(
         self,

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
+from quire.rpc.errors import RETRY_AFTER_SECONDS
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent, TokenCount
 from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
@@ -205,7 +206,7 @@ def _server_routes(servicer: GenerationServicer, registry: CollectorRegistry) ->
 
 
 async def _health(request: web.Request) -> web.Response:
-    return json_response(answer_bodies.Status(status="ok"))
+    return json_response(answer_bodies.Status(status="alive", reason=""))
 
 
 async def _version(request: web.Request) -> web.Response:
@@ -219,8 +220,11 @@ async def _version(request: web.Request) -> web.Response:
 
 def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def ready(request: web.Request) -> web.Response:
-        servicer.check_ready()
-        return json_response(answer_bodies.Status(status="ok"))
+        health = servicer.health()
+        answer = answer_bodies.Status(status=health.status, reason=health.reason)
+        if health.is_ready:
+            return json_response(answer)
+        return json_response(answer, status=503, headers={"Retry-After": f"{RETRY_AFTER_SECONDS:g}"})
 
     return ready
 

@@ -29,6 +29,9 @@ from quire.services.router.workers.watch import watch_worker
 from quire.services.router.workers.worker import Worker, can_adapt, has_substitute
 from quire.services.server.log import get_logger
 
+HELD = ("stalled", "silent")
+"""States of workers whose requests make no progress."""
+
 _log = get_logger("router")
 
 
@@ -100,6 +103,23 @@ class WorkerSet:
     def serving(self, role: str | None = None) -> list[Worker]:
         """Return the workers that may get requests, all or those of a role; see ``Worker.can_serve``."""
         return [w for w in self._workers.values() if role in (None, w.role) and w.can_serve]
+
+    def decode_problem(self) -> str | None:
+        """Return why no decode worker can serve a request now; None if one can.
+
+        A request may still be placed on a worker that is silent, since another may not exist, but it waits.
+        """
+        states = Counter(_state(worker) for worker in self._workers.values() if worker.role == "decode")
+        if "serving" in states:
+            return None
+        if not states:
+            return "there is no decode worker"
+        listed = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+        return f"no decode worker can serve: {listed}"
+
+    def num_held(self) -> int:
+        """Return the number of requests on workers that make no progress."""
+        return sum(each.num_requests for each in self._workers.values() if _state(each) in HELD)
 
     def adapters(self) -> dict[str, str]:
         """Return the digests of the adapters by name; empty if prefill and decode workers have no common one.
@@ -377,3 +397,14 @@ class WorkerSet:
             self._tell_return(worker)
         if is_stalled and worker.num_requests and has_substitute(worker, self.all()):
             self._connections.replace(worker)
+
+
+def _state(worker: Worker) -> str:
+    health = worker.health
+    if health.is_draining:
+        return "draining"
+    if health.is_stalled:
+        return "stalled"
+    if health.has_vanished:
+        return "silent"
+    return "serving" if worker.can_serve else "set aside"

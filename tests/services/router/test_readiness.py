@@ -12,6 +12,7 @@ from aiohttp import ClientSession
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.health import READY, Health
 from tests.testing.until import until
 
 SECONDS = 10.0
@@ -26,18 +27,27 @@ class Probed:
         self._health = health_pb2_grpc.HealthStub(channel)
         self._watch = self._health.Watch(health_pb2.HealthCheckRequest())
 
-    async def says(self, is_ready: bool) -> None:
-        """Wait until all probes say the same; those of liveness are green all the time."""
+    async def says(self, is_ready: bool, told: Health = READY) -> None:
+        """Wait until all probes say the same; those of liveness are green all the time.
+
+        Args:
+            told: the status and the reason, if the router is not ready.
+        """
         running = self._cluster.running
         metrics = f"http://127.0.0.1:{running.metrics_port}"
         async with asyncio.timeout(SECONDS):
             while (await self._watch.read()).status != (SERVING if is_ready else NOT_SERVING):
                 pass
-        check = await self._health.Check(health_pb2.HealthCheckRequest())
-        assert check.status == (SERVING if is_ready else NOT_SERVING)
+        call = self._health.Check(health_pb2.HealthCheckRequest())
+        assert dict(await call.trailing_metadata()) == {
+            "quire-status": told.status,
+            "quire-reason": told.reason,
+        }
+        assert (await call).status == (SERVING if is_ready else NOT_SERVING)
         for url in (f"http://{running.http.address}/ready", f"{metrics}/ready"):
             async with self._http.get(url) as ready:
                 assert ready.status == (200 if is_ready else 503)
+                assert await ready.json() == told._asdict()
         for url in (f"http://{running.http.address}/health", f"{metrics}/health"):
             async with self._http.get(url) as health:
                 assert health.status == 200
@@ -90,14 +100,17 @@ async def test_without_a_prefill_worker_a_router_is_ready_and_answers(cluster: A
     assert cluster.running.server.is_ready
 
 
-@pytest.mark.parametrize("state", ["is_stalled", "is_draining"])
+@pytest.mark.parametrize(("state", "word"), [("is_stalled", "stalled"), ("is_draining", "draining")])
 async def test_while_no_decode_worker_can_serve_requests_wait_and_the_router_is_not_ready(
-    state: str, cluster: Any, probed: Probed
+    state: str, word: str, cluster: Any, probed: Probed
 ) -> None:
+    reason = f"no decode worker can serve: 2 {word}"
     await change(cluster, "decode", **{state: True})
-    await probed.says(is_ready=False)
+    await probed.says(False, Health("not_ready", reason))
     request = ask(cluster)
     await waits(cluster)
+    stalled = Health("stalled", f"{reason}; 1 request waits")
+    await until(lambda: cluster.running.server.health == stalled)
     await change(cluster, "decode", **{state: False})
     await probed.says(is_ready=True)
     assert (await request).choices
@@ -110,7 +123,7 @@ async def test_while_all_decode_workers_are_set_aside_the_router_is_not_ready(
     for worker in workers.live("decode"):
         cluster[worker.worker_id].answers_probes.clear()
         workers.set_aside(worker)
-    await probed.says(is_ready=False)
+    await probed.says(False, Health("not_ready", "no decode worker can serve: 2 set aside"))
     request = ask(cluster)
     await waits(cluster)
     for name in ("d1", "d2"):
@@ -126,3 +139,18 @@ async def test_the_router_is_ready_with_one_decode_worker(cluster: Any, probed: 
     )
     assert (await ask(cluster)).choices
     assert cluster.running.server.is_ready
+
+
+async def test_a_request_on_the_only_decode_worker_that_is_silent_is_stalled(cluster: Any) -> None:
+    """It is not set aside, since no other worker could take over, and yet nothing moves."""
+    await cluster.add("d", "decode")
+    cluster.stub = await cluster.start(silent_seconds=60.0)
+    running = cluster.running
+    (worker,) = running.workers.all()
+    await until(lambda: running.server.is_ready)
+    with running.workers.dispatched(worker):
+        worker.health.passed(SECONDS)
+        await until(lambda: running.server.health.status == "stalled")
+        assert running.server.health.reason == "no decode worker can serve: 1 silent; 1 request waits"
+        worker.health.heard()
+        await until(lambda: running.server.is_ready)

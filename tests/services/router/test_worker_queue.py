@@ -15,6 +15,7 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import DRAINING, Unavailable
+from quire.rpc.health import STOPPING
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution.generation import MAX_RETRIES
@@ -232,7 +233,7 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_annou
 ) -> None:
     worker = await cluster.add("d", "decode")
     if not has_joined:
-        await worker.server.not_ready()
+        await worker.server.report(STOPPING)
     addresses = (worker.server.address,)
     config = RouterConfig(port=0, metrics_port=0, worker_addresses=addresses, poll_seconds=0.05)
     async with asyncio.timeout(SECONDS), router(config) as running:

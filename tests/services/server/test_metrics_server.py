@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -10,19 +11,21 @@ import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from quire.rpc.health import Health
 from quire.rpc.server import GrpcServer, grpc_server
-from quire.services.server import loop_lag
 from quire.services.server import metrics_server as metrics_server_module
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
 
 SECONDS = 10.0
+STALLED = Health("stalled", "2 requests wait")
 READY = Path(__file__).parents[3] / "deploy" / "ready.sh"
 
 
@@ -34,21 +37,26 @@ class Process:
     ) -> None:
         self.server, self.lag, self.port, self.registry = server, lag, port, registry
 
-    def status(self, path: str) -> int:
+    def answer(self, path: str) -> tuple[int, dict[str, str]]:
+        """Return the status and the body of a probe's answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=SECONDS) as answer:
-                return int(answer.status)
+                return int(answer.status), json.load(answer)
         except HTTPError as error:
-            return error.code
+            return error.code, json.load(error)
+
+    def status(self, path: str) -> int:
+        return self.answer(path)[0]
 
     def statuses(self) -> tuple[int, int, float | None]:
         """Return the answers of /health and /ready, and the metric."""
         return self.status("/health"), self.status("/ready"), self.registry.get_sample_value("quire_ready")
 
-    def script(self) -> int:
-        """Return the exit status of the images' health check."""
+    def script(self) -> tuple[int, str]:
+        """Return the exit status of the images' health check, and what it prints."""
         environment = {**os.environ, "QUIRE_METRICS_PORT": str(self.port)}
-        return subprocess.run([READY], env=environment, timeout=SECONDS, check=False).returncode
+        done = subprocess.run([READY], env=environment, timeout=SECONDS, check=False, stdout=subprocess.PIPE)
+        return done.returncode, done.stdout.decode()
 
 
 def until(process: Process, answer: tuple[int, int, float]) -> None:
@@ -92,7 +100,7 @@ async def test_ready_follows_the_server_and_health_does_not(process: Process) ->
     for change, answer in (
         (None, (200, 503, 0.0)),
         (process.server.ready, (200, 200, 1.0)),
-        (process.server.not_ready, (200, 503, 0.0)),
+        (partial(process.server.report, STALLED), (200, 503, 0.0)),
         (process.server.ready, (200, 200, 1.0)),
         (process.server.stop, (200, 503, 0.0)),
         (process.server.ready, (200, 503, 0.0)),
@@ -102,28 +110,47 @@ async def test_ready_follows_the_server_and_health_does_not(process: Process) ->
         assert await asyncio.to_thread(process.statuses) == answer
 
 
+async def test_the_probes_say_why(process: Process) -> None:
+    async def answer(path: str) -> tuple[int, dict[str, str]]:
+        return await asyncio.to_thread(process.answer, path)
+
+    assert await answer("/ready") == (503, {"status": "not_ready", "reason": "it is starting"})
+    await process.server.report(STALLED)
+    assert await answer("/ready") == (503, {"status": "stalled", "reason": "2 requests wait"})
+    assert await answer("/health") == (200, {"status": "alive", "reason": ""})
+    await process.server.ready()
+    assert await answer("/ready") == (200, {"status": "ready", "reason": ""})
+    await process.server.stop()
+    await process.server.ready()
+    assert await answer("/ready") == (503, {"status": "not_ready", "reason": "it is stopping"})
+
+
 async def test_a_stuck_event_loop_is_neither_live_nor_ready(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_lag, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(metrics_server_module, "STUCK_SECONDS", 0.05)
     await process.server.ready()
-    is_over = threading.Event()
+    is_over, told = threading.Event(), list[dict[str, str]]()
 
     def ask() -> None:
         until(process, (503, 503, 0.0))
+        for path in ("/health", "/ready"):
+            told.append(process.answer(path)[1])
         is_over.set()
 
     asking = asyncio.get_running_loop().run_in_executor(None, ask)
     # The event loop runs nothing until the probes have been answered.
     assert is_over.wait(SECONDS)
     await asking
+    assert all(each["status"] == "stalled" and "event loop" in each["reason"] for each in told)
     await asyncio.to_thread(until, process, (200, 200, 1.0))
 
 
 async def test_the_health_check_of_the_images_follows_ready(process: Process) -> None:
-    assert await asyncio.to_thread(process.script) == 1
+    await process.server.report(STALLED)
+    assert await asyncio.to_thread(process.script) == (1, f"{json.dumps(STALLED._asdict())}\n")
     await process.server.ready()
-    assert await asyncio.to_thread(process.script) == 0
+    assert await asyncio.to_thread(process.script) == (0, "")
 
 
 def test_the_health_check_of_the_images_fails_where_nothing_listens() -> None:

@@ -265,7 +265,8 @@ class Version(BaseModel):
 class Status(BaseModel):
     """The answer of ``/health`` and ``/ready``."""
 
-    status: Literal["ok"]
+    status: Literal["alive", "ready", "not_ready", "stalled"]
+    reason: str
 
 
 def finish_name(reason: Any) -> FinishReason | None:

@@ -395,9 +395,10 @@ async def test_a_deadline_is_a_gateway_timeout(start: Any, pair: Any) -> None:
 async def test_without_workers_it_lives_and_is_not_ready(cluster: Any) -> None:
     await cluster.start(http_port=0)
     async with ClientSession(f"http://{cluster.running.http.address}") as http:
-        assert (await http.get("/health")).status == 200
-        ready = await http.get("/ready")
+        alive, ready = await http.get("/health"), await http.get("/ready")
+        assert (alive.status, await alive.json()) == (200, {"status": "alive", "reason": ""})
         assert (ready.status, ready.headers["Retry-After"]) == (503, "1")
+        assert await ready.json() == {"status": "not_ready", "reason": "no worker has joined yet"}
         status, body = await post(http, "/v1/completions", PROMPT)
         assert (status, body["error"]["code"]) == (503, "no_worker")
 
