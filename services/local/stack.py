@@ -14,12 +14,12 @@ from multiprocessing.connection import wait
 
 import grpc
 import grpc.aio
-from redis import Redis
-from redis.exceptions import RedisError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quire.engine.runner.processors import read_cores, share_of_quota
+from quire.kvindex.index import UNREACHABLE
+from quire.kvindex.redis_version import redis_version
 from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.rpc.errors import ServiceError
@@ -254,11 +254,13 @@ class WorkerConfigs:
 
 def worker_configs(config: LocalStackConfig, make: Callable[[str], WorkerConfig]) -> dict[str, WorkerConfig]:
     """Return the configuration of each worker that a stack begins with, by name."""
-    names = [f"{role}-{index}" for role, number in _numbers(config).items() for index in range(number)]
+    names = [
+        f"{role}-{index}" for role, number in numbers_of_workers(config).items() for index in range(number)
+    ]
     return {name: make(name) for name in names}
 
 
-def _numbers(config: LocalStackConfig) -> dict[str, int]:
+def numbers_of_workers(config: LocalStackConfig) -> dict[str, int]:
     """Return the number of workers of each role, by default as many as the machine suggests."""
     given = {"prefill": config.num_prefill, "decode": config.num_decode}
     if any(number is not None for number in given.values()) or config.ray is not None or has_gpu_driver():
@@ -336,11 +338,8 @@ def _progress(console: Console | None) -> Progress:
 def _warn_of_redis(url: str, console: Console) -> None:
     """If an operator's Redis does not answer, print that the stack waits for it."""
     try:
-        with Redis.from_url(
-            url, socket_connect_timeout=REDIS_SECONDS, socket_timeout=REDIS_SECONDS
-        ) as client:
-            client.ping()
-    except (RedisError, OSError) as error:
+        redis_version(url, REDIS_SECONDS)
+    except UNREACHABLE as error:
         where = url.rpartition("@")[2]
         console.print(f"waiting for Redis, which does not answer at {where}: {error}", soft_wrap=True)
 

@@ -18,8 +18,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 def _redis_problem(url: str) -> str | None:
     """Return a problem that does not repeat the URL, which may contain a password."""
-    is_redis = url.startswith(("redis://", "rediss://", "unix://"))
-    return None if is_redis else "must be a URL of Redis, which begins with redis://, rediss:// or unix://"
+    if url.startswith(("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")):
+        return None
+    return "must be a URL of Redis: redis://, rediss://, redis+cluster://, rediss+cluster:// or unix://"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,6 +153,11 @@ def test_a_service_names_the_flags_that_are_wrong(config: Any, values: Any, mess
     assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "rediss+cluster", "unix"])
+def test_every_kind_of_redis_that_the_index_can_use_is_accepted(scheme: str) -> None:
+    assert RouterConfig(redis_url=f"{scheme}://host").redis_url == f"{scheme}://host"
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1000, 1 << 10, 64 << 20, 3 << 29, 1 << 40])
 def test_a_size_is_shown_as_it_is_parsed(num_bytes: int) -> None:
     assert parse_size(exact_size(num_bytes)) == num_bytes

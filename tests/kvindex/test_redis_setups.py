@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import socket
@@ -17,6 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
+from quire.kvindex.redis_version import redis_version
 from quire.services.local.redis_process import RedisProcess
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 10)]
@@ -202,5 +204,7 @@ async def test_a_cluster_keeps_the_index_on_one_node(
             for url in (process.worker_url, process.router_url)
         )
         await use(worker, router, record)
+        url = process.router_url.replace("redis://", "redis+cluster://")
+        assert (await asyncio.to_thread(redis_version, url, 5.0)).startswith("6.2.")
     sizes = [await node.dbsize() for node in nodes]
     assert sorted(map(bool, sizes)) == [False, True]
