@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from quire.cli import admin, keys, processes
+from quire.cli import admin, doctor, keys, processes
 from quire.cli.bench.serve import serve as bench_serve
 from quire.cli.chat import chat
 from quire.cli.generate import generate
@@ -56,6 +56,7 @@ def make_app() -> typer.Typer:
     app.command(rich_help_panel=SERVE)(processes.router)
     app.command(rich_help_panel=SERVE)(processes.prefill)
     app.command(rich_help_panel=SERVE)(processes.decode)
+    app.add_typer(doctor.app, name="doctor", rich_help_panel=OPERATE)
     app.add_typer(keys.app, name="keys", rich_help_panel=OPERATE)
     app.add_typer(admin.app, name="admin", rich_help_panel=OPERATE)
     app.command(rich_help_panel=USE)(generate)

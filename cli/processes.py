@@ -22,47 +22,52 @@ SPECULATION = ("speculation", "num_speculative_tokens")
 SHARED_IN_STACK = ("served_model_name", "cluster_cert", "cluster_key", "cluster_ca")
 """Settings that the router and the workers of a local stack have in common."""
 
-STACK_WORKER = OptionRules(
-    fixed={"role": "decode", "kv_events": None},  # each worker would need its own address
-    omitted=(
-        *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
-        "port",
-        "advertise",
-        "arithmetic",  # one machine has processors of one kind
+# The settings of each verb, which `quire doctor` reads too.
+STACK_WORKER = Annotated[
+    WorkerConfig,
+    OptionRules(
+        fixed={"role": "decode", "kv_events": None},  # each worker would need its own address
+        omitted=(
+            *(each.name for each in fields(ServiceConfig) if each.name not in SHARED_IN_STACK),
+            "port",
+            "advertise",
+            "arithmetic",  # one machine has processors of one kind
+        ),
     ),
-)
-STACK_ROUTER = OptionRules(
-    omitted=(
-        "cluster_secret",
-        "worker_addresses",
-        "model",
-        "max_requests",
+]
+STACK = Annotated[LocalStackConfig, OptionRules(omitted=("router", "worker"))]
+STACK_ROUTER = Annotated[
+    RouterConfig,
+    OptionRules(
+        omitted=(
+            "cluster_secret",
+            "worker_addresses",
+            "model",
+            "max_requests",
+        ),
+        defaults={"log_level": "warning"},
+        shown={"http_port": f"{DEFAULT_HTTP_PORT} where the extra http is installed"},
     ),
-    defaults={"log_level": "warning"},
-    shown={"http_port": f"{DEFAULT_HTTP_PORT} where the extra http is installed"},
-)
+]
+ROUTER = Annotated[RouterConfig, OptionRules(defaults={"metrics_port": 8501})]
+PREFILL = Annotated[WorkerConfig, OptionRules(fixed={"role": "prefill"}, omitted=SPECULATION)]
+DECODE = Annotated[WorkerConfig, OptionRules(fixed={"role": "decode"})]
 
 
 @spread
 def serve(
     *,
-    worker: Annotated[WorkerConfig, STACK_WORKER],
-    stack: Annotated[LocalStackConfig, OptionRules(omitted=("router", "worker"))],
-    router: Annotated[RouterConfig, STACK_ROUTER],
+    worker: STACK_WORKER,
+    stack: STACK,
+    router: STACK_ROUTER,
     example: Annotated[
         bool, typer.Option("--example", help="Once ready, ask one question through the public port.")
     ] = False,
 ) -> None:
     """Serve a model with a router, prefill and decode workers and their own Redis, here or on Ray."""
     from quire.services.local import stack as local_stack
-    from quire.services.router.public_servers import has_http
 
-    if router.http_port is None and has_http():
-        with usage_errors():
-            router = replace(router, http_port=DEFAULT_HTTP_PORT)
-    config = replace(
-        stack, router=router, worker=worker, redis_url=router.redis_url, log_level=router.log_level
-    )
+    config = stack_config(worker, stack, router)
     on_ready = _ask_example if example else None
     with start_errors():
         if config.ray is None:
@@ -73,8 +78,20 @@ def serve(
             local_stack.run(config, on_ready, ray_launcher(config.ray))
 
 
+def stack_config(worker: WorkerConfig, stack: LocalStackConfig, router: RouterConfig) -> LocalStackConfig:
+    """Return the configuration of a stack, with the HTTP API if its packages are installed."""
+    from quire.services.router.public_servers import has_http
+
+    if router.http_port is None and has_http():
+        with usage_errors():
+            router = replace(router, http_port=DEFAULT_HTTP_PORT)
+    return replace(
+        stack, router=router, worker=worker, redis_url=router.redis_url, log_level=router.log_level
+    )
+
+
 @spread
-def router(*, config: Annotated[RouterConfig, OptionRules(defaults={"metrics_port": 8501})]) -> None:
+def router(*, config: ROUTER) -> None:
     """Run a router, which offers the public gRPC service in front of the workers."""
     if config.num_processes > 1:
         from quire.services.local.router_processes import run_router_processes
@@ -93,15 +110,13 @@ def router(*, config: Annotated[RouterConfig, OptionRules(defaults={"metrics_por
 
 
 @spread
-def prefill(
-    *, config: Annotated[WorkerConfig, OptionRules(fixed={"role": "prefill"}, omitted=SPECULATION)]
-) -> None:
+def prefill(*, config: PREFILL) -> None:
     """Run a prefill worker, which computes KV blocks of prompts and sends them to decode workers."""
     _run_worker(config)
 
 
 @spread
-def decode(*, config: Annotated[WorkerConfig, OptionRules(fixed={"role": "decode"})]) -> None:
+def decode(*, config: DECODE) -> None:
     """Run a decode worker, which receives KV blocks of prompts and generates the answers."""
     _run_worker(config)
 

@@ -59,6 +59,7 @@ INSIDE: Mapping[str, Mapping[str, set[str]]] = {
         "router": {"requests", "server"},
         "launch": {"worker"},
         "local": {"launch", "router", "server", "worker", "worker_process"},
+        "doctor": {"local", "router", "worker"},
         "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
     },
     "quire.engine": {

@@ -14,7 +14,7 @@ from typer.testing import Result
 
 Quire = Callable[..., Result]
 
-VERBS = ["serve", "router", "prefill", "decode", "keys", "admin"]
+VERBS = ["serve", "router", "prefill", "decode", "doctor", "keys", "admin"]
 VERBS += ["generate", "chat", "health", "bench", "simulate", "version"]
 
 
@@ -35,6 +35,8 @@ def test_help_lists_every_verb_in_its_panel(quire: Quire) -> None:
     [
         *VERBS,
         "bench serve",
+        "doctor serve",
+        "doctor decode",
         "keys new",
         "admin workers",
         "admin drain",
