@@ -14,6 +14,7 @@ import yaml
 from tests.testing.promql import references
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "operations.md"
 OBSERVABILITY = ROOT / "observability"
 UNIT_TESTS = Path(__file__).with_name("alerts_test.yml")
 PROMTOOL = shutil.which("promtool")
@@ -42,11 +43,11 @@ def test_rules_speak_of_series_and_labels_that_exist(
 
 
 def test_every_rule_has_a_severity_and_a_runbook(alert_rules: list[dict[str, Any]]) -> None:
-    headings = re.findall(
-        r"^### (Quire\w+)$", (ROOT / "docs" / "operations.md").read_text("utf-8"), re.MULTILINE
-    )
+    headings = re.findall(r"^### (Quire\w+)$", PAGE.read_text("utf-8"), re.MULTILINE)
     assert {rule["labels"]["severity"] for rule in alert_rules} == {"page", "ticket"}
     assert sorted(headings) == sorted(rule["alert"] for rule in alert_rules)
+    actions = re.findall(r"^\| \[(Quire\w+)\]\(#(\w+)\) \| .+ \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert sorted(actions) == sorted((rule["alert"], rule["alert"].lower()) for rule in alert_rules)
     for rule in alert_rules:
         assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
 
