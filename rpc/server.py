@@ -150,8 +150,8 @@ class GrpcServer:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._grace_seconds
-        await self.report(STOPPING)
         self._is_stopping = True
+        await self._health.report(STOPPING, self._names)
         await self._health.enter_graceful_shutdown()
         if stop is not None:
             await _drain(stop, deadline)

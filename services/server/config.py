@@ -20,7 +20,7 @@ def _redis_problem(url: str) -> str | None:
     """Return a problem that does not repeat the URL, which may contain a password."""
     if url.startswith(("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")):
         return None
-    return "must be a URL of Redis: redis://, rediss://, redis+cluster://, rediss+cluster:// or unix://"
+    return "must be a URL of Redis, which begins with redis://, rediss://, redis+cluster:// or unix://"
 
 
 @dataclass(frozen=True, kw_only=True)

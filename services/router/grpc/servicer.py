@@ -162,15 +162,15 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         if self.calls.is_stopping:
             return STOPPING
         (waiting,) = self._metrics.requests_waiting.collect()
-        num_stalled = int(waiting.samples[0].value)
+        num_waiting = int(waiting.samples[0].value)
         problem: str | None = "no worker has joined yet"
         if self._cluster.done():
             workers = self._cluster.result().workers
-            problem, num_stalled = workers.decode_problem(), num_stalled + workers.num_held()
+            problem, num_waiting = workers.decode_problem(), num_waiting + workers.num_held()
         if problem is None:
             return READY
-        if num_stalled:
-            waits = "1 request waits" if num_stalled == 1 else f"{num_stalled} requests wait"
+        if num_waiting:
+            waits = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
             return Health("stalled", f"{problem}; {waits}")
         return Health("not_ready", problem)
 
