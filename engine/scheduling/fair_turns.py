@@ -133,20 +133,20 @@ class FairTurns:
             decoding[group.client] += num_decoding
             prompts[group.client] += group.num_uncomputed_tokens - num_decoding
             weights[group.client] = group.weight
-        backlogs = prompts.copy()
+        backlogs = prompts + self._queues.num_waiting_tokens
         seen: set[str] = set()
         for group in self._fair_blocks.in_order(self._queues.waiting):
             client = group.client
-            if group.is_loading:
+            if group.is_loading or client in seen:
                 continue
-            if client in seen:
-                backlogs[client] += group.num_uncomputed_tokens
-            elif group.lack is None and group.awaited is None:
+            seen.add(client)
+            if group.lack is None and group.awaited is None:
                 num_tokens = self._num_uncached_tokens(group)
                 prompts[client] += num_tokens
-                backlogs[client] += num_tokens
+                backlogs[client] += num_tokens - group.num_uncomputed_tokens
                 weights[client] = group.weight
-            seen.add(client)
+            if len(seen) == len(self._queues.clients):
+                break
         return decoding, prompts, backlogs, weights
 
     def record_step(self, scheduled: Sequence[ScheduledSequence]) -> None:

@@ -39,6 +39,7 @@ class GroupQueues:
         waiting: new or preempted groups to compute here, in the order of arrival.
         transfers: groups that lack blocks and whose prompts other workers compute, in the order of arrival.
         granted: how many blocks each transfer got for what is still being written in them.
+        num_waiting_tokens: how many tokens of each client waited when their groups were queued.
         num_owed_blocks: how many blocks other clients leave to a client whose next group waits for a sequence
             in a step, and not for blocks.
     """
@@ -48,8 +49,10 @@ class GroupQueues:
         self.waiting: deque[SequenceGroup] = deque()
         self.transfers: dict[SequenceGroup, OnOutcome] = {}
         self.granted: dict[SequenceGroup, int] = {}
+        self.num_waiting_tokens: Counter[str] = Counter()
         self.num_owed_blocks: dict[str, int] = {}
         self._num_by_client: Counter[str] = Counter()
+        self._num_tokens_when_queued: dict[SequenceGroup, int] = {}
         self._with_blocks: set[SequenceGroup] = set()
         """Waiting groups that hold blocks, or held some when they were recorded.
 
@@ -93,6 +96,8 @@ class GroupQueues:
         self.granted.pop(group, None)
         insort(self.waiting, group, key=_arrival)
         self._num_by_client[group.client] += 1
+        self._num_tokens_when_queued[group] = group.num_uncomputed_tokens
+        self.num_waiting_tokens[group.client] += group.num_uncomputed_tokens
         self.note_blocks(group)
 
     def note_blocks(self, group: SequenceGroup) -> None:
@@ -119,8 +124,7 @@ class GroupQueues:
 
     def start_group(self, group: SequenceGroup) -> None:
         """Move a waiting group to the running groups."""
-        self.waiting.remove(group)
-        self._with_blocks.discard(group)
+        self._leave_waiting(group)
         insort(self.running, group, key=_arrival)
 
     def suspend_group(self, group: SequenceGroup) -> None:
@@ -137,9 +141,15 @@ class GroupQueues:
             self.running.remove(group)
             self._count_out(group)
         elif group in self.waiting:
-            self.waiting.remove(group)
-            self._with_blocks.discard(group)
+            self._leave_waiting(group)
             self._count_out(group)
+
+    def _leave_waiting(self, group: SequenceGroup) -> None:
+        self.waiting.remove(group)
+        self._with_blocks.discard(group)
+        self.num_waiting_tokens[group.client] -= self._num_tokens_when_queued.pop(group)
+        if not self.num_waiting_tokens[group.client]:
+            del self.num_waiting_tokens[group.client]
 
     def _count_out(self, group: SequenceGroup) -> None:
         self._num_by_client[group.client] -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -87,6 +88,13 @@ class GroupQueuesMachine(RuleBasedStateMachine):
         queued = [*self.queues.running, *self.queues.waiting, *self.queues.transfers]
         assert len(queued) == len(set(queued))
         assert self.queues.is_idle == (not self.queues.running and not self.queues.waiting)
+
+    @invariant()
+    def the_tokens_that_wait_are_counted(self) -> None:
+        counted = Counter[str]()
+        for group in self.queues.waiting:
+            counted[group.client] += group.num_uncomputed_tokens
+        assert self.queues.num_waiting_tokens == counted
 
 
 TestGroupQueues = GroupQueuesMachine.TestCase
