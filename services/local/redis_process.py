@@ -38,6 +38,8 @@ START_SECONDS = 10.0
 STOP_SECONDS = 5.0
 POLL_SECONDS = 0.02
 PORT_ATTEMPTS = 3
+MAX_MEMORY = "512mb"
+"""Limit on the data. Writes beyond it fail, since evictions would break prefixes apart."""
 
 
 class RedisNotStartedError(RuntimeError):
@@ -72,19 +74,15 @@ class RedisProcess:
     Args:
         port: port to listen on; 0: any free port.
         password: secret from which the users' passwords are derived; None: a random one.
-        max_memory: limit on its data. Writes beyond it fail, since evictions would break prefixes apart.
         host: address of this machine at which it listens.
 
     Raises:
         RedisNotStartedError: the server did not answer in time.
     """
 
-    def __init__(
-        self, port: int = 0, password: str | None = None, max_memory: str = "512mb", host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, port: int = 0, password: str | None = None, host: str = "127.0.0.1") -> None:
         self._host = host
         self._password = password or secrets.token_hex(16)
-        self._max_memory = max_memory
         executable = find_redis_server()
         # Another process may bind the free port before this server does.
         for attempts_left in reversed(range(1 if port else PORT_ATTEMPTS)):
@@ -167,7 +165,7 @@ class RedisProcess:
             "dir": self._folder.name,
             "save": '""',
             "appendonly": "no",
-            "maxmemory": self._max_memory,
+            "maxmemory": MAX_MEMORY,
             "maxmemory-policy": "noeviction",
         }
         users = files("quire.kvindex").joinpath("users.acl").read_text()
