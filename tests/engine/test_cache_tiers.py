@@ -381,3 +381,13 @@ def ancestors(block_hash: Hash) -> list[Hash]:
 
 TestTiers = TiersMachine.TestCase
 TestTiers.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_a_promoted_block_is_not_overwritten_before_the_step_has_copied_it() -> None:
+    host = HostCache(KvMemory(SHAPE, 1, CPU))
+    [host_id] = host.allocate(1)
+    host.add_block(name("a"), host_id)
+    assert host.pop_for_promotion(name("a")) == host_id
+    assert (len(host), host.num_free) == (0, 0)
+    host.end_step()
+    assert host.num_free == 1

@@ -80,20 +80,6 @@ def test_a_removed_and_stored_block_is_read_before_it_is_written_again(tmp_path:
     disk.close()
 
 
-def test_the_least_recently_used_block_is_removed_first(tmp_path: Path, later: ManualExecutor) -> None:
-    disk = open_disk(tmp_path, later, num_blocks=3)
-    store(disk, "a", "b")
-    assert disk.pop_oldest_if_full() is None
-    store(disk, "c")
-    disk.touch([name("a"), name("b")])
-    # Children are evicted before their parents: the chain's last block counts as used before its first.
-    assert list(disk) == [name("c"), name("b"), name("a")]
-    assert disk.pop_oldest_if_full() == name("c")
-    later.run()
-    assert len(list(tmp_path.glob("*.kv"))) == len(disk) == 2
-    disk.close()
-
-
 def test_writes_that_wait_are_bounded(
     tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

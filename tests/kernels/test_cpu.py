@@ -179,23 +179,6 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(one_thread, three_threads)
 
 
-def test_a_row_does_not_depend_on_the_other_sequences() -> None:
-    case = make_case([(100, 1), (7, 1), (0, 9)])
-    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-    batch = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
-    starts = case.metadata.query_starts.tolist()
-    for row in range(3):
-        first, last = starts[row], starts[row + 1]
-        metadata = AttentionMetadata(
-            case.metadata.block_tables[row : row + 1],
-            torch.tensor([0, last - first], dtype=torch.int32),
-            case.metadata.seq_lens[row : row + 1],
-            case.metadata.slot_mapping[first:last],
-        )
-        single = ops.paged_attention(case.query[first:last], case.kv_layer, metadata, scale=0.2)
-        assert torch.equal(single, batch[first:last])
-
-
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"logit_softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(
