@@ -18,8 +18,10 @@ from quire.client.types import Delta
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.workers.worker import Worker
+from tests.soak.chaos.proxy import Link, proxy_before
 from tests.testing.processes import scripted_workers
-from tests.testing.stacks import make_prompt
+from tests.testing.stacks import make_prompt, rest_of
+from tests.testing.until import until
 
 SECONDS = 120.0
 PROMPT_SECONDS = 3.0
@@ -51,52 +53,13 @@ ModelRunner.forward = slow
 
 
 @dataclass
-class Network:
-    """A way to a worker that can be cut: what is sent then arrives nowhere, and no connection is closed."""
-
-    port: int
-    is_open: asyncio.Event
-
-    @classmethod
-    @asynccontextmanager
-    async def to(cls, address: str) -> AsyncIterator[Network]:
-        """Forward connections to an address."""
-        is_open = asyncio.Event()
-        is_open.set()
-        host, port = address.split(":")
-        tasks = set[asyncio.Task[Any]]()
-
-        async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                while data := await reader.read(1 << 16):
-                    await is_open.wait()
-                    writer.write(data)
-            finally:
-                await is_open.wait()
-                writer.close()
-
-        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            tasks.add(task)
-            back_reader, back_writer = await asyncio.open_connection(host, int(port))
-            await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer), return_exceptions=True)
-
-        async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
-            yield cls(server.sockets[0].getsockname()[1], is_open)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass
 class Setup:
     """A router and its two decode workers."""
 
     running: RunningRouter
     client: AsyncClient
     processes: dict[str, subprocess.Popen[str]]
-    networks: dict[str, Network]
+    links: dict[str, Link]
     """The processes and the ways to them, by the address at which the router finds them."""
 
     def serving(self) -> list[str]:
@@ -106,11 +69,6 @@ class Setup:
         """Return the worker that has a request."""
         (worker,) = (worker for worker in self.running.workers.all() if worker.num_requests)
         return worker
-
-    async def until(self, is_reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(SECONDS):
-            while not is_reached():
-                await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -123,28 +81,20 @@ def pair(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Pop
 
 @asynccontextmanager
 async def setup_of(processes: dict[str, subprocess.Popen[str]]) -> AsyncIterator[Setup]:
-    """Run a router in front of the workers; each has a network of its own."""
+    """Run a router in front of the workers; each has a proxy of its own before it."""
     async with AsyncExitStack() as stack:
-        networks, by_address = {}, {}
+        links, by_address = {}, {}
         for address, process in processes.items():
-            network = await stack.enter_async_context(Network.to(address))
-            networks[f"127.0.0.1:{network.port}"] = network
-            by_address[f"127.0.0.1:{network.port}"] = process
-        config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(networks), poll_seconds=0.2)
+            link, server_port = Link(), int(address.rpartition(":")[2])
+            before = proxy_before(server_port, {"router": link}, lambda *_: "router")
+            proxied = f"127.0.0.1:{(await stack.enter_async_context(before)).port}"
+            links[proxied], by_address[proxied] = link, process
+        config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(links), poll_seconds=0.2)
         running = await stack.enter_async_context(router(config))
         client = await stack.enter_async_context(AsyncClient(running.address))
-        setup = Setup(running, client, by_address, networks)
-        await setup.until(lambda: len(setup.serving()) == 2 and running.has_served.is_set())
+        setup = Setup(running, client, by_address, links)
+        await until(lambda: len(setup.serving()) == 2 and running.has_served.is_set())
         yield setup
-
-
-async def finished(stream: AsyncIterator[Delta]) -> tuple[list[int], int]:
-    """Return the tokens of the rest of a stream, and its retries."""
-    tokens = list[int]()
-    async for delta in stream:
-        tokens += delta.token_ids
-    assert delta.usage is not None
-    return tokens, delta.usage.retries
 
 
 async def begun(setup: Setup, prompt: list[int]) -> tuple[AsyncIterator[Delta], list[int]]:
@@ -161,8 +111,8 @@ FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], Non
         lambda setup, address: setup.processes[address].send_signal(signal.SIGCONT),
     ),
     "cut off": (
-        lambda setup, address: setup.networks[address].is_open.clear(),
-        lambda setup, address: setup.networks[address].is_open.set(),
+        lambda setup, address: setup.links[address].is_open.clear(),
+        lambda setup, address: setup.links[address].is_open.set(),
     ),
     "hangs in a step": (
         lambda setup, address: setup.processes[address].send_signal(signal.SIGUSR1),
@@ -183,7 +133,7 @@ async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
         address = setup.busy().address
         break_off(setup, address)
         try:
-            rest, num_retries = await finished(stream)
+            rest, num_retries = await rest_of(stream)
             assert (tokens + rest, num_retries) == (expected, 1)
             # Health checks would notice it later, and say that it has left.
             first = next(event for event in caplog.messages if event in NOTICED)
@@ -193,12 +143,12 @@ async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
             assert (list(answer.token_ids), answer.usage.retries) == (expected, 0)
         finally:
             mend(setup, address)
-        await setup.until(lambda: address in setup.serving())
+        await until(lambda: address in setup.serving())
         (other,) = set(setup.processes) - {address}
-        setup.networks[other].is_open.clear()
+        setup.links[other].is_open.clear()
         answer = await setup.client.generate(prompt, **OPTIONS)
         assert list(answer.token_ids) == expected
-        setup.networks[other].is_open.set()
+        setup.links[other].is_open.set()
 
 
 async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
@@ -210,7 +160,7 @@ async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
         stream, tokens = await begun(setup, prompt)
         busy = setup.processes[setup.busy().address]
         busy.send_signal(signal.SIGHUP)
-        rest, num_retries = await finished(stream)
+        rest, num_retries = await rest_of(stream)
         assert busy.stdout is not None
         assert await asyncio.to_thread(busy.stdout.readline) == "lagged\n"
         assert (tokens + rest, num_retries) == (expected, 0)
