@@ -36,7 +36,6 @@ class EventLease:
         shared_root: root hash of the scope that belongs to no tenant and has no salt.
         ledger: the ledger of the publisher that uses this lease; it has the contents of blocks.
         join_again: makes this publisher join again.
-        clock: returns seconds since 1970.
 
     Raises:
         OSError: one of the ports is taken.
@@ -49,13 +48,11 @@ class EventLease:
         shared_root: bytes,
         ledger: PublishLedger,
         join_again: Callable[[], None],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._model = model
         self._shared_root = shared_root
         self._ledger = ledger
         self._join_again = join_again
-        self._clock = clock
         self._topic = b""
         self._log: list[bytes] = []
         self._num_changes = 0
@@ -95,7 +92,7 @@ class EventLease:
     async def _send(self, events: Sequence[Event], num_changes: int) -> None:
         if not events:
             return
-        batch = encode_batch(self._clock(), events)
+        batch = encode_batch(time.time(), events)
         self._log.append(batch)
         self._num_changes += num_changes
         await self._sockets.send(live_frames(self._topic, len(self._log) - 1, batch))

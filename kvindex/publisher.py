@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from quire.kvindex.index import UNREACHABLE, IndexFullError, IndexLease, LeaseLostError
@@ -48,7 +48,6 @@ class BlockPublisher:
         loop: the event loop that runs the task.
         beat_seconds: interval at which the lease is renewed.
         rejoin_jitter_seconds: most time between joining again and publishing again.
-        uniform: returns random numbers in [0, 1).
     """
 
     lease: IndexLease
@@ -57,7 +56,6 @@ class BlockPublisher:
     beat_seconds: float
     _: KW_ONLY
     rejoin_jitter_seconds: float = REJOIN_JITTER_SECONDS
-    uniform: Callable[[], float] = random.random
 
     def __post_init__(self) -> None:
         self._has_changed = asyncio.Event()
@@ -139,7 +137,7 @@ class BlockPublisher:
                 pause, backoff = backoff, min(2 * backoff, MAX_BACKOFF_SECONDS)
             self.ledger.stop()
             await asyncio.sleep(pause)
-            jitter = self.rejoin_jitter_seconds * self.uniform()
+            jitter = self.rejoin_jitter_seconds * random.random()
 
     async def _follow(self, next_flush: float) -> None:
         """Beat, sweep and flush until the ledger stops following; flush first at ``next_flush``."""

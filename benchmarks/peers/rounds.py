@@ -115,9 +115,11 @@ def report_all(
     return Report([*tables, *lines, *failures], {**facts, "rows": rows})
 
 
-def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor_name() -> str:
     """Return the name of this machine's processor and those of its instructions that matter for products."""
-    fields = dict(line.split(":", 1) for line in cpuinfo.read_text().split("\n\n")[0].splitlines())
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    )
     fields = {name.strip(): value.strip() for name, value in fields.items()}
     flags = [flag for flag in INSTRUCTIONS if flag in fields.get("flags", "").split()]
     return f"{fields.get('model name', 'unknown')} ({', '.join(flags) or 'none of the known instructions'})"

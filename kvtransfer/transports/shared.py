@@ -62,19 +62,11 @@ class SharedPools:
     Args:
         directory: directory of the sockets of workers that share pools.
         tell: called once for each peer, with the transport that is used.
-        is_required: whether blocks that cannot be shared are refused; otherwise they are sent in messages.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        tell: Tell = lambda epoch, transport, reason: None,
-        *,
-        is_required: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, tell: Tell = lambda epoch, transport, reason: None) -> None:
         self.offer = pb.SharedPool()
-        others = () if is_required else (Transport.MESSAGES,)
-        self.allowed = frozenset((Transport.SHARED, *others))
+        self.allowed = frozenset((Transport.SHARED, Transport.MESSAGES))
         self._directory = directory
         self._tell = ToldOnce(tell)
         self._socket: PoolSocket | None = None
@@ -97,14 +89,10 @@ class SharedPools:
         return set(self._pools)
 
     async def choose(self, offer: pb.SharedPool) -> Intake:
-        """Map the peer's pool; see ``Transports.choose``."""
+        """Map the peer's pool, or choose messages if that is not possible."""
         try:
             return await self._map(offer)
         except NotSharedError as error:
-            if Transport.MESSAGES not in self.allowed:
-                raise NotSharedError(
-                    f"the pool of {offer.epoch or 'the peer'} cannot be mapped: {error}"
-                ) from error
             self._tell(offer.epoch, Transport.MESSAGES, str(error))
             return MESSAGES
 

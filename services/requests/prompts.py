@@ -68,14 +68,14 @@ async def encode_text(
     return await _encode(text, model, field, add_special_tokens=add_special_tokens)
 
 
-async def encode_chat(chat: pb.Chat, model: ServedModel, field: str = "chat") -> list[int]:
+async def encode_chat(chat: pb.Chat, model: ServedModel) -> list[int]:
     """Return the token ids of a conversation, which may be longer than a prompt.
 
     Raises:
         InvalidArgument: the conversation is invalid or too long.
     """
-    text = await _rendered(chat, model, field)
-    return await _encode(text, model, f"{field}.messages", add_special_tokens=False)
+    text = await _rendered(chat, model, "chat")
+    return await _encode(text, model, "chat.messages", add_special_tokens=False)
 
 
 def check_size(text: str, field: str) -> None:

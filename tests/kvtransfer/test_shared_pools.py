@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.kv_cache.shared_memory import allocate_shared
-from quire.kvtransfer.errors import NotSharedError, PushFailedError, SenderGoneError
+from quire.kvtransfer.errors import NotSharedError, SenderGoneError
 from quire.kvtransfer.transports import pool_socket, shared
 from quire.kvtransfer.transports.messages import MESSAGES
 from quire.kvtransfer.transports.pool_socket import (
@@ -176,19 +176,9 @@ async def test_nothing_is_logged_when_messages_are_chosen(directory: Path) -> No
         assert pair.told == []
 
 
-async def test_a_receiver_that_must_share_refuses_messages(directory: Path) -> None:
-    async with running_pair(directory, receiver="shared") as pair:
-        another_host(pair)
-        with pytest.raises(PushFailedError, match="cannot be mapped: it runs on another host"):
-            await push_one(pair, "t")
-        with pytest.raises(NotSharedError, match="another host"):
-            async with pair.pull(1):
-                pass
-        assert pair.pool.pins == {}, "the lease is released"
-
-
 async def test_a_sender_that_must_share_sends_no_message(directory: Path) -> None:
-    async with running_pair(directory, sender="shared", receiver="messages") as pair:
+    async with running_pair(directory, receiver="messages") as pair:
+        pair.sender.allowed = frozenset({Transport.SHARED})
         with pytest.raises(NotSharedError, match="this one allows shared"):
             await push_one(pair, "t")
 

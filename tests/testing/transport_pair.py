@@ -162,7 +162,7 @@ def open_transports(choice: str, directory: Path, epoch: str, pool: Pool | None,
         if pool is not None:
             by_nixl.share(pool.rows.ctypes.data, pool.rows.nbytes)
         return by_nixl
-    shared = SharedPools(directory, tell, is_required=choice == "shared")
+    shared = SharedPools(directory, tell)
     if pool is not None:
         shared.share(epoch, pool.descriptor)
     return shared

@@ -47,11 +47,11 @@ class UsageStore:
     is no limit.
     """
 
-    def __init__(self, client: Client, breaker: CircuitBreaker | None = None) -> None:
+    def __init__(self, client: Client) -> None:
         self._router_id = secrets.token_hex(8)
         self._take_tokens = _script(client, "take_tokens")
         self._take_places = _script(client, "take_places")
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker = CircuitBreaker()
         self._turns = asyncio.Semaphore(NUM_AT_ONCE)
         self._is_lost = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,9 +26,9 @@ from quire.services.router.http.shared.bodies import TENANT, json_response, read
 class ModelRoutes:
     """Handles requests about the served model."""
 
-    def __init__(self, servicer: GenerationServicer, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, servicer: GenerationServicer) -> None:
         self._servicer = servicer
-        self._started = int(clock())
+        self._started = int(time.time())
 
     async def models(self, request: web.Request) -> web.Response:
         """Return the list of the model and its adapters that the tenant may use."""
