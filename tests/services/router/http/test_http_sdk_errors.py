@@ -59,8 +59,10 @@ Connect = Callable[..., Any]
 
 
 @pytest.fixture
-async def connect(pair: Any) -> AsyncIterator[Connect]:
-    """Return a function that starts the router and returns its clients."""
+async def connect(pair: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+    """Return a function that starts the router and returns its clients, which soon try again."""
+    for sdk in SDKS:
+        monkeypatch.setattr(f"{sdk}._base_client.INITIAL_RETRY_DELAY", 0.001)
 
     async with AsyncExitStack() as stack:
 
