@@ -74,21 +74,6 @@ def test_a_preempted_sequence_gives_the_same_tokens(load: Load) -> None:
         assert engine.preemption.counts[not is_swapped] == engine.preemption.num_preempted > 0
 
 
-def test_a_cached_prefix_gives_the_same_tokens(load: Load, expected: Expected) -> None:
-    engine = make_engine(load("glm4_moe_lite"))
-    prompt = make_prompt(96)
-    first, again, longer = (
-        make_request("first", prompt, **GREEDY),
-        make_request("again", prompt, **GREEDY),
-        make_request("longer", prompt + make_prompt(9, 1), **GREEDY),
-    )
-    outputs = run_in_order(engine, first, again, longer)
-    assert outputs == [
-        expected("glm4_moe_lite", each) for each in (prompt, prompt, prompt + make_prompt(9, 1))
-    ]
-    assert [each.num_cached_tokens for each in (first, again, longer)] == [0, 95, 96]
-
-
 def test_draft_tokens_change_nothing(load: Load, expected: Expected) -> None:
     prompt = make_prompt(20) * 4
     engine = make_engine(load("deepseek_v3"), speculator=Speculator(NgramProposer(), 4))

@@ -53,7 +53,7 @@ def test_prefill_in_chunks(architecture: str, budget: int, load: Load, expected:
     assert run_in_order(engine, make_request("r", prompt)) == [expected(architecture, prompt)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "glm4_moe_lite"])
 def test_prefix_hits(architecture: str, load: Load, expected: Expected) -> None:
     engine = make_engine(load(architecture))
     prompt = make_prompt(96)
