@@ -17,6 +17,7 @@ from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
+from tests.testing.stacks import StartStack
 from tests.testing.thinking_model import END_TOKEN, copy_with_thinking
 
 # Threads that spin beside the workers' would slow both down many times over.
@@ -28,7 +29,7 @@ OF_STACKS, OF_ROUTERS, OF_WORKERS = (
 
 
 @pytest.fixture(scope="session")
-def start_stack(tiny_model: Callable[[str], Path]) -> Callable[..., AbstractContextManager[RunningStack]]:
+def start_stack(tiny_model: Callable[[str], Path]) -> StartStack:
     """Return a function that starts a stack of an architecture's tiny model."""
 
     def start(architecture: str, **settings: Any) -> AbstractContextManager[RunningStack]:
@@ -52,7 +53,7 @@ def _of(names: set[str], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+def stack(start_stack: StartStack) -> Iterator[RunningStack]:
     """Run one prefill and one decode worker of the tiny Llama, for all tests that leave it as it was.
 
     A test that stops or kills a process, or that needs other settings, starts a stack of its own.

@@ -52,9 +52,7 @@ async def test_machines_of_two_kinds_share_a_cluster_only_if_both_are_portable(
         async with router(config(redis)) as running, AsyncClient(running.address) as client:
             await until(lambda: num_serving(running) == 1)
             stack.enter_context(decode_worker(model, redis.worker_url, program=FAST))
-            async with asyncio.timeout(WAIT_SECONDS):
-                while not (refused := [r for r in caplog.records if r.message == "worker_refused"]):
-                    await asyncio.sleep(0.05)
+            refused = await until(lambda: [r for r in caplog.records if r.message == "worker_refused"])
             assert num_serving(running) == 1
             problem = vars(refused[0])["fields"]["problem"]
             for text in ("fast-1", SUMS[-1].name, "--arithmetic portable"):

@@ -26,6 +26,7 @@ from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution import attempt
 from tests.testing.stacks import connect, metric, wait_until_idle
+from tests.testing.until import until
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 2, 4, 20
 MAX_TOKENS = 16
@@ -76,10 +77,8 @@ async def stack(
         )
         with local_stack(config) as running:
             async with router(ours) as own:
-                async with asyncio.timeout(WAIT_SECONDS):
-                    await own.has_served.wait()
-                    while sum(len(own.workers.live(role)) for role in ROLES) < len(running.ready):
-                        await asyncio.sleep(0.02)
+                await own.has_served.wait()
+                await until(lambda: sum(len(own.workers.live(role)) for role in ROLES) == len(running.ready))
                 yield replace(running, addresses={"own": own.addresses})
 
 

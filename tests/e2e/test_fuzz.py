@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from quire.protos import admin_pb2, inference_pb2, kvtransfer_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 CALL_SECONDS = 0.3
 PATIENCE_SECONDS = 20.0
@@ -242,7 +242,7 @@ IDS = [f"{process}-{method.containing_service.name}-{method.name}" for process, 
 
 
 @pytest.fixture(scope="module")
-def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+def stack(start_stack: StartStack) -> Iterator[RunningStack]:
     """Run one worker of each role, with the service for gateways beside its own."""
     with start_stack("llama", vllm_grpc=True) as running:
         yield running

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.services.router.tenants.api_keys import Tenant, new_key
 from quire.services.server.process import free_port
 from tests.testing.processes import QUIRE
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.until import until
 
 SECRET = "shared"
 START_SECONDS = 60.0
@@ -109,10 +111,8 @@ async def routers(pair: list[RouterProcess]) -> list[RouterProcess]:
         assert router.process is not None
         if router.process.poll() is not None:
             router.start()
-    async with asyncio.timeout(START_SECONDS):
-        for router in pair:
-            while not await asyncio.to_thread(router.serves):
-                await asyncio.sleep(0.1)
+    for router in pair:
+        await until(partial(asyncio.to_thread, router.serves))
     return pair
 
 
@@ -225,9 +225,7 @@ async def test_new_calls_use_the_other_router_until_the_first_one_serves_again(
             found = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
             assert found.token_ids == expected.token_ids
         routers[0].start()
-        async with asyncio.timeout(START_SECONDS):
-            while not await asyncio.to_thread(routers[0].serves):
-                await asyncio.sleep(0.1)
+        await until(partial(asyncio.to_thread, routers[0].serves))
         routers[1].kill()
         found = await asyncio.to_thread(client.generate, prompt, max_tokens=8, temperature=0)
         assert found.token_ids == expected.token_ids
@@ -245,10 +243,8 @@ async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_b
         for router in pair:
             router.start()
             undo.callback(router.kill)
-        async with asyncio.timeout(START_SECONDS):
-            for router in pair:
-                while not await asyncio.to_thread(router.serves, made.key):
-                    await asyncio.sleep(0.1)
+        for router in pair:
+            await until(partial(asyncio.to_thread, router.serves, made.key))
         addresses = [router.address for router in pair]
         async with (
             AsyncClient(addresses, timeout=60, api_key=made.key) as client,

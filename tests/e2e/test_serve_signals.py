@@ -17,7 +17,9 @@ from quire.client import AsyncClient, Unavailable
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from tests.testing.processes import Served, children_of, have_ended, serving
+from tests.testing.rpc_errors import error_of
 from tests.testing.stacks import make_prompt
+from tests.testing.until import until
 
 NUM_CLIENTS = 16
 NUM_TOKENS = 480
@@ -106,16 +108,13 @@ async def test_the_second_signal_ends_it_at_once(serve: Served, folder: Path) ->
         serve.process.terminate()
         status, rest = await asyncio.wait_for(asyncio.to_thread(serve.end), 10)
         assert (status, "Traceback" in rest) == (128 + signal.SIGTERM, False)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await read()
-        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        raised = await error_of(read())
+        assert raised.code() == grpc.StatusCode.UNAVAILABLE
     assert not os.listdir(folder)
     # Redis, the router, two workers, and multiprocessing's fork server and tracker of resources.
     assert len(children) >= 6
-    async with asyncio.timeout(WAIT_SECONDS):
-        # The helpers of multiprocessing end by themselves when they see that their parent has.
-        while not have_ended(children):
-            await asyncio.sleep(0.01)
+    # The helpers of multiprocessing end by themselves when they see that their parent has.
+    await until(lambda: have_ended(children))
 
 
 def test_ctrl_c_during_the_start_leaves_no_process(serve: Served, folder: Path) -> None:

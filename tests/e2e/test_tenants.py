@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from tests.testing.certificates import write_certificate
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
-from tests.testing.stacks import make_prompt
+from tests.testing.rpc_errors import error_of
+from tests.testing.stacks import StartStack, make_prompt
 
 SECRET = "the secret of this cluster"
 LENGTH = 400
@@ -80,9 +81,7 @@ class Secured:
 
 
 @pytest.fixture(scope="module")
-def secured(
-    start_stack: Callable[..., AbstractContextManager[RunningStack]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Secured]:
+def secured(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     """Run one prefill and one decode worker with keys, TLS outside and mutual TLS inside."""
     folder = tmp_path_factory.mktemp("secured")
     made = {name: new_key(Tenant(name)) for name in ("acme", "globex")}
@@ -151,9 +150,8 @@ async def test_blocks_are_pulled_only_within_a_tenant(secured: Secured) -> None:
 async def test_no_client_connects_without_a_certificate_or_in_clear(secured: Secured) -> None:
     for name in ("prefill-0", "decode-0"):
         async with grpc.aio.insecure_channel(secured.stack.ready[name].address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await WorkerServiceStub(channel).GetLoad(worker_pb2.GetLoadRequest())
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            caught = await error_of(WorkerServiceStub(channel).GetLoad(worker_pb2.GetLoadRequest()))
+            assert caught.code() is grpc.StatusCode.UNAVAILABLE
     async with AsyncClient(secured.stack.address, api_key=secured.keys["acme"], timeout=5) as plain:
         with pytest.raises(Unavailable):
             await plain.model_info()

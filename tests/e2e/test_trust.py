@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from tests.testing.decodes import StreamingWorker
-from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 SECRET = "the secret of this cluster"
 WAIT_SECONDS = 20.0
@@ -45,9 +44,7 @@ def index() -> Iterator[RedisProcess]:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    start_stack: Callable[..., AbstractContextManager[RunningStack]], index: RedisProcess
-) -> Iterator[RunningStack]:
+def cluster(start_stack: StartStack, index: RedisProcess) -> Iterator[RunningStack]:
     """Run one prefill and one decode worker, with a Redis that the tests can write."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)

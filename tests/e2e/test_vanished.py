@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from quire.client import AsyncClient
 from quire.protos import worker_pb2 as pb
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 WAIT_SECONDS = 30.0
@@ -24,7 +24,7 @@ _seeds = count(1000)
 
 
 @pytest.fixture(scope="module")
-def stack(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+def stack(start_stack: StartStack) -> Iterator[RunningStack]:
     """Run a router that soon takes a silent worker for lost."""
     with start_stack("llama", num_decode=2, silent_seconds=1.5) as running:
         yield running

@@ -7,9 +7,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -29,7 +29,8 @@ from quire.protos import worker_pb2
 from quire.services.local.stack import RunningStack
 from quire.services.server.process import free_port
 from quire.services.vllm_adapter.hand_off import hand_off
-from tests.testing.stacks import connect, make_prompt, metric, wait_until_idle
+from tests.testing.rpc_errors import error_of
+from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 
 WAIT_SECONDS = 30.0
 GATEWAY_SECONDS = 60.0
@@ -42,7 +43,7 @@ _names = count()
 
 
 @pytest.fixture(scope="module")
-def cluster(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+def cluster(start_stack: StartStack) -> Iterator[RunningStack]:
     """Run a prefill and a decode worker of the tiny Llama."""
     with start_stack("llama", vllm_grpc=True) as running:
         yield running
@@ -78,10 +79,9 @@ async def complete(stub: Any, message: vllm.GenerateRequest) -> vllm.GenerateCom
 
 
 async def refusal(stub: Any, message: vllm.GenerateRequest) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await answers(stub, message)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    return str(caught.value.details())
+    caught = await error_of(answers(stub, message))
+    assert caught.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return str(caught.details())
 
 
 # --- a client of the proto ----------------------------------------------------------------------------------
@@ -302,9 +302,8 @@ async def test_unsupported_calls_are_unimplemented(engines: dict[str, Any]) -> N
         engines["decode-0"].StopProfile(common_pb2.StopProfileRequest()),
     ]
     for call in calls:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        caught = await error_of(call)
+        assert caught.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 # --- a gateway of others ------------------------------------------------------------------------------------
@@ -380,7 +379,7 @@ def gateway(log: Path, num_workers: int, *arguments: str) -> Iterator[Gateway]:
 
 
 @pytest.fixture(scope="module")
-def demo(start_stack: Callable[..., AbstractContextManager[RunningStack]]) -> Iterator[RunningStack]:
+def demo(start_stack: StartStack) -> Iterator[RunningStack]:
     """Run a prefill and a decode worker of the demo model."""
     with start_stack("llama", model=None, dtype="auto", vllm_grpc=True) as running:
         yield running

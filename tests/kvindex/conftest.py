@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -14,8 +13,6 @@ from quire.kvindex.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
-
-WAIT_SECONDS = 10.0
 
 
 class MemoryBackend:
@@ -105,16 +102,6 @@ async def redis_backend(redis_process: RedisProcess) -> AsyncIterator[RedisBacke
 @pytest.fixture
 def record() -> Callable[[str], WorkerRecord]:
     return lambda name: WorkerRecord(name, "prefill", f"{name}:1", "epoch", "fingerprint")
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], Awaitable[object]]], Awaitable[None]]:
-    async def wait(condition: Callable[[], Awaitable[object]]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not await condition():
-                await asyncio.sleep(0.005)
-
-    return wait
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.manual_clock import ManualClock
+from tests.testing.until import until
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
 
@@ -119,7 +120,7 @@ async def test_a_trial_that_is_cancelled_is_not_the_last(guarded: Guarded) -> No
 
 
 async def test_a_redis_that_hangs_costs_only_the_budget(
-    redis_process: RedisProcess, redis_backend: Any, record: Any, until: Any
+    redis_process: RedisProcess, redis_backend: Any, record: Any
 ) -> None:
     lease = redis_backend.lease()
     await lease.join(record("a"))
@@ -200,7 +201,7 @@ async def test_look_ups_that_get_no_turn_in_time_continue_without_the_index(
 
 
 async def test_look_ups_that_wait_for_a_turn_do_not_wait_for_a_redis_that_hangs(
-    redis_process: RedisProcess, redis_backend: Any, until: Any
+    redis_process: RedisProcess, redis_backend: Any
 ) -> None:
     """Those that are late return their connections."""
     fallbacks = list[Fallback]()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.kvindex.index import LeaseLostError
+from tests.testing.until import until
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 1200)]
 
@@ -38,7 +39,7 @@ async def test_evicted_blocks_are_not_found(backend: Any, record: Any, depths: A
     assert await backend.num_entries() == 0
 
 
-async def test_a_lease_that_is_not_renewed_ends(backend: Any, record: Any, depths: Any, until: Any) -> None:
+async def test_a_lease_that_is_not_renewed_ends(backend: Any, record: Any, depths: Any) -> None:
     lease = await joined(backend, record, "a", ttl_seconds=0.05)
     await lease.publish(HASHES[:10])
 
@@ -53,7 +54,7 @@ async def test_a_lease_that_is_not_renewed_ends(backend: Any, record: Any, depth
         await lease.publish(HASHES[:1])
 
 
-async def test_a_renewed_lease_lives(backend: Any, record: Any, depths: Any, until: Any) -> None:
+async def test_a_renewed_lease_lives(backend: Any, record: Any, depths: Any) -> None:
     short, other = await joined(backend, record, "a", 0.25), await joined(backend, record, "b", 0.25)
     await short.publish(HASHES[:3])
 

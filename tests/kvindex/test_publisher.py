@@ -17,6 +17,7 @@ from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.until import until
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 1200)]
 
@@ -45,7 +46,7 @@ def has(depths: Any, index: Any, expected: dict[str, int]) -> Callable[[], Any]:
     return ask
 
 
-async def test_it_follows_the_pool(backend: Any, record: Any, depths: Any, until: Any) -> None:
+async def test_it_follows_the_pool(backend: Any, record: Any, depths: Any) -> None:
     async with publishing(backend.lease(), record("a")) as publisher:
         await asyncio.to_thread(publisher.stored, HASHES)
         await until(has(depths, backend.index, {"a": len(HASHES)}))
@@ -58,9 +59,7 @@ async def test_it_follows_the_pool(backend: Any, record: Any, depths: Any, until
     assert await backend.num_entries() == 0
 
 
-async def test_blocks_cached_before_the_start_are_published(
-    backend: Any, record: Any, depths: Any, until: Any
-) -> None:
+async def test_blocks_cached_before_the_start_are_published(backend: Any, record: Any, depths: Any) -> None:
     loop = asyncio.get_running_loop()
     publisher = BlockPublisher(backend.lease(), PublishLedger(), loop, beat_seconds=0.02)
     publisher.stored(HASHES[:4])
@@ -71,7 +70,7 @@ async def test_blocks_cached_before_the_start_are_published(
     await publisher.close()
 
 
-async def test_it_refills_a_flushed_index(backend: Any, record: Any, depths: Any, until: Any) -> None:
+async def test_it_refills_a_flushed_index(backend: Any, record: Any, depths: Any) -> None:
     async with publishing(backend.lease(), record("a")) as publisher:
         publisher.stored(HASHES[:700])
         await until(has(depths, backend.index, {"a": 700}))
@@ -80,9 +79,7 @@ async def test_it_refills_a_flushed_index(backend: Any, record: Any, depths: Any
         await until(has(depths, backend.index, {"a": 699}))
 
 
-async def test_it_publishes_again_after_its_lease_expired(
-    backend: Any, record: Any, depths: Any, until: Any
-) -> None:
+async def test_it_publishes_again_after_its_lease_expired(backend: Any, record: Any, depths: Any) -> None:
     async with publishing(backend.lease(), record("a")) as publisher:
         publisher.stored(HASHES[:3])
         await until(has(depths, backend.index, {"a": 3}))
@@ -90,9 +87,7 @@ async def test_it_publishes_again_after_its_lease_expired(
         await until(has(depths, backend.index, {"a": 3}))
 
 
-async def test_more_evictions_than_can_wait_begin_a_new_epoch(
-    backend: Any, record: Any, depths: Any, until: Any
-) -> None:
+async def test_more_evictions_than_can_wait_begin_a_new_epoch(backend: Any, record: Any, depths: Any) -> None:
     async with publishing(backend.lease(), record("a"), PublishLedger(max_evictions=10)) as publisher:
         publisher.stored(HASHES[:100])
         await until(has(depths, backend.index, {"a": 100}))
@@ -114,7 +109,7 @@ class NarrowLease(MemoryLease):
 
 
 async def test_it_waits_for_room_and_keeps_its_lease(
-    record: Any, depths: Any, until: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    record: Any, depths: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher_module, "FULL_SECONDS", 0.01)
     store = MemoryStore()
@@ -139,7 +134,7 @@ async def test_it_waits_for_room_and_keeps_its_lease(
     assert [each.message for each in caplog.records].count("index_full") == 1
 
 
-async def test_it_sweeps_the_entries_of_the_dead(backend: Any, record: Any, until: Any) -> None:
+async def test_it_sweeps_the_entries_of_the_dead(backend: Any, record: Any) -> None:
     dead = backend.lease()
     await dead.join(record("dead"))
     await dead.publish(HASHES)
@@ -152,7 +147,7 @@ async def test_it_sweeps_the_entries_of_the_dead(backend: Any, record: Any, unti
         await until(is_clean)
 
 
-async def test_it_survives_a_restart_of_redis(record: Any, depths: Any, until: Any) -> None:
+async def test_it_survives_a_restart_of_redis(record: Any, depths: Any) -> None:
     redis = RedisProcess(password="known")
     client = publisher_client(redis.url)
     index = RedisIndex(client)

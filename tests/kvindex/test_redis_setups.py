@@ -20,6 +20,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.kvindex.redis_version import redis_version
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.until import until
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 10)]
 CLUSTER_SLOTS = 16384
@@ -185,7 +186,7 @@ def cluster() -> Iterator[list[RedisProcess]]:
 
 
 async def test_a_cluster_keeps_the_index_on_one_node(
-    cluster: list[RedisProcess], connect: Connect, record: Any, until: Any
+    cluster: list[RedisProcess], connect: Connect, record: Any
 ) -> None:
     nodes = [connect(process.url) for process in cluster]
     half = CLUSTER_SLOTS // 2

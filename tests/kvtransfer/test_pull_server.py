@@ -20,6 +20,7 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_server import KvPullServicer
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from tests.testing.rpc_errors import error_of
 
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
 NUM_BLOCKS = 5
@@ -163,6 +164,5 @@ async def test_an_unknown_lease_is_not_found(setup: Setup) -> None:
         setup.stub.Renew(pb.RenewRequest(lease_id="none")),
         setup.stub.Pull(pb.PullRequest(lease_id="none", num_blocks=1)).read(),
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        refused = await error_of(call)
+        assert refused.code() is grpc.StatusCode.NOT_FOUND

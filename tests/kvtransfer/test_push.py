@@ -17,6 +17,7 @@ from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.rpc.channels import ChannelPool
 from tests.testing.transport_pair import ATTEMPT, LAYOUT, WAIT_SECONDS, Pair, running_pair
+from tests.testing.until import until
 
 FIRST_TOKEN = 42
 
@@ -67,9 +68,7 @@ async def test_a_wait_for_credit_counts_while_it_lasts(receiver: Pair) -> None:
         assert push.credit_wait_seconds == 0
         sending = asyncio.create_task(push.send(blocks(0, 1)))
         await receiver.sink.waiting.wait()
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not (waited := push.credit_wait_seconds):
-                await asyncio.sleep(0)
+        waited = await until(lambda: push.credit_wait_seconds)
         receiver.sink.allocates.set()
         await sending
         total = push.credit_wait_seconds

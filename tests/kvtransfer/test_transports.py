@@ -32,6 +32,7 @@ from quire.kvtransfer.transports.shared import SharedPools
 from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
+from tests.testing.rpc_errors import error_of
 from tests.testing.transport_pair import (
     ATTEMPT,
     LAYOUT,
@@ -449,6 +450,5 @@ async def test_a_pull_by_a_transport_that_the_holder_does_not_have_is_refused(
 ) -> None:
     async with running_pair(directory) as pair, pair.pull(2) as pull:
         request = pb.PullRequest(lease_id=pull._lease_id, num_blocks=2, transport=transport)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await pull._stub.Pull(request).read()
-        assert refused.value.code() is code
+        refused = await error_of(pull._stub.Pull(request).read())
+        assert refused.code() is code

@@ -14,6 +14,7 @@ import pytest
 from quire.rpc.channels import IDLE_SECONDS, ChannelPool
 from quire.rpc.proof import Peer
 from tests.testing.manual_clock import ManualClock
+from tests.testing.rpc_errors import error_of
 
 SHUTDOWN = grpc.ChannelConnectivity.SHUTDOWN
 
@@ -118,9 +119,8 @@ async def test_a_channel_to_a_worker_that_is_gone_is_closed_at_once(
     pool: ChannelPool, unused_tcp_port: int
 ) -> None:
     with pool.peer(f"127.0.0.1:{unused_tcp_port}", "a") as peer:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await peer.unary_unary("/test.Echo/Say")(b"hello", timeout=10)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        caught = await error_of(peer.unary_unary("/test.Echo/Say")(b"hello", timeout=10))
+        assert caught.code() is grpc.StatusCode.UNAVAILABLE
         await pool.close_unused()
         assert len(pool) == 1, "it has a user"
     await pool.close_unused()

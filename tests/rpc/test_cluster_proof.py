@@ -26,6 +26,7 @@ from quire.rpc.cluster_proof import (
 from quire.rpc.errors import InvalidArgument
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.server import GrpcServer, Service, grpc_server
+from tests.testing.rpc_errors import error_of
 
 SECRET = b"the secret of the cluster"
 EPOCH = "e0"
@@ -77,13 +78,6 @@ def stub_of(channel: Any) -> Any:
     return worker_pb2_grpc.WorkerServiceStub(channel)
 
 
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    """Return the error of a call that must fail."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
-
 async def first_of(stream: Any) -> Any:
     return await anext(aiter(stream))
 
@@ -106,7 +100,7 @@ async def test_a_stranger_is_refused_before_its_request_is_read(
 ) -> None:
     request = {"GetLoad": pb.GetLoadRequest, "Decode": pb.DecodeRequest, "Abort": pb.AbortRequest}[call]()
     asked = getattr(stub_of(channel), call)(request, timeout=5)
-    error = await refusal(first_of(asked) if call == "Decode" else asked)
+    error = await error_of(first_of(asked) if call == "Decode" else asked)
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "QUIRE_CLUSTER_SECRET (--cluster-secret)" in str(error.details())
     assert worker.num_calls == 0
@@ -122,11 +116,11 @@ async def test_errors_of_another_secret_and_another_epoch_differ(
     server: GrpcServer, channel: grpc.aio.Channel, worker: Worker
 ) -> None:
     other = Peer(channel, Caller(b"another secret"), server.address, EPOCH)
-    error = await refusal(stub_of(other).GetLoad(pb.GetLoadRequest(), timeout=5))
+    error = await error_of(stub_of(other).GetLoad(pb.GetLoadRequest(), timeout=5))
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "not of this worker's cluster secret" in str(error.details())
     before = Peer(channel, Caller(SECRET), server.address, "before")
-    error = await refusal(stub_of(before).GetLoad(pb.GetLoadRequest(), timeout=5))
+    error = await error_of(stub_of(before).GetLoad(pb.GetLoadRequest(), timeout=5))
     assert (error.code(), "restarted" in str(error.details())) == (grpc.StatusCode.UNAVAILABLE, True)
     assert worker.num_calls == 0
 
@@ -136,7 +130,7 @@ async def test_errors_of_another_secret_and_another_epoch_differ(
 )
 async def test_nonsense_is_no_proof(channel: grpc.aio.Channel, worker: Worker, text: str) -> None:
     metadata = ((proof.PROOF_KEY, text),)
-    error = await refusal(stub_of(channel).GetLoad(pb.GetLoadRequest(), metadata=metadata, timeout=5))
+    error = await error_of(stub_of(channel).GetLoad(pb.GetLoadRequest(), metadata=metadata, timeout=5))
     assert error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE)
     assert worker.num_calls == 0
 
@@ -144,10 +138,10 @@ async def test_nonsense_is_no_proof(channel: grpc.aio.Channel, worker: Worker, t
 async def test_a_proof_that_was_overheard_opens_nothing(channel: grpc.aio.Channel, worker: Worker) -> None:
     metadata = ((proof.PROOF_KEY, Caller(SECRET).sign(GET_LOAD, EPOCH)),)
     await stub_of(channel).GetLoad(pb.GetLoadRequest(), metadata=metadata, timeout=5)
-    error = await refusal(stub_of(channel).GetLoad(pb.GetLoadRequest(), metadata=metadata, timeout=5))
+    error = await error_of(stub_of(channel).GetLoad(pb.GetLoadRequest(), metadata=metadata, timeout=5))
     assert (error.code(), "used before" in str(error.details())) == (grpc.StatusCode.UNAVAILABLE, True)
     overheard = ((proof.PROOF_KEY, Caller(SECRET).sign(GET_LOAD, EPOCH)),)
-    error = await refusal(stub_of(channel).ClearCache(pb.ClearCacheRequest(), metadata=overheard, timeout=5))
+    error = await error_of(stub_of(channel).ClearCache(pb.ClearCacheRequest(), metadata=overheard, timeout=5))
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert worker.num_calls == 1
 
@@ -158,7 +152,7 @@ async def test_an_answer_is_valid_only_for_the_address_of_its_server(
     """A stranger at another address can pass a call on to a worker, but not the worker's answer back."""
     peer = Peer(channel, Caller(SECRET), "10.0.0.66:9000", EPOCH)
     call = stub_of(peer).Decode(pb.DecodeRequest(), timeout=5)
-    error = await refusal(peer.check(call))
+    error = await error_of(peer.check(call))
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "10.0.0.66:9000 did not prove" in str(error.details())
     assert call.cancelled()
@@ -171,7 +165,7 @@ async def test_a_peer_without_a_secret_gives_no_answer() -> None:
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         peer = Peer(channel, Caller(SECRET), server.address, EPOCH)
-        error = await refusal(peer.check(stub_of(peer).GetLoad(pb.GetLoadRequest(), timeout=5)))
+        error = await error_of(peer.check(stub_of(peer).GetLoad(pb.GetLoadRequest(), timeout=5)))
         assert "QUIRE_CLUSTER_SECRET" in str(error.details())
         unguarded = Peer(channel, Caller(), server.address, EPOCH)
         call = stub_of(unguarded).GetLoad(pb.GetLoadRequest(), timeout=5)
@@ -185,7 +179,7 @@ async def test_a_call_that_fails_for_another_reason_keeps_its_error(
     peer = Peer(channel, Caller(b"another secret"), server.address, EPOCH)
     call = stub_of(peer).GetLoad(pb.GetLoadRequest(), timeout=5)
     await peer.check(call)
-    assert "not of this worker's cluster secret" in str((await refusal(call)).details())
+    assert "not of this worker's cluster secret" in str((await error_of(call)).details())
 
 
 def test_a_count_is_used_once_in_any_order() -> None:

@@ -20,6 +20,7 @@ from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc import server as module
 from quire.rpc.request_intake import RequestIntake
 from quire.rpc.server import GrpcServer, Service, grpc_server
+from tests.testing.rpc_errors import error_of
 
 NAME = "quire.v1.GenerationService"
 IMPATIENT_SECONDS = 0.2
@@ -62,16 +63,10 @@ async def answers(channel: grpc.aio.Channel) -> bool:
     return list(response.token_ids) == [4]
 
 
-async def failure(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
-
 @pytest.mark.parametrize("method", ["Tokenize", "GenerateStream"])
 async def test_a_call_without_a_request_is_ended(channel: grpc.aio.Channel, method: str) -> None:
     call = channel.stream_unary(f"/{NAME}/{method}", None, None)(None)
-    error = await failure(call)
+    error = await error_of(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "did not arrive within 0.2 s" in (error.details() or "")
     assert await answers(channel)
@@ -108,7 +103,7 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_no_request_at_all_is_the_callers_fault(channel: grpc.aio.Channel) -> None:
-    error = await failure(channel.stream_unary(f"/{NAME}/Tokenize", None, None)(iter(())))
+    error = await error_of(channel.stream_unary(f"/{NAME}/Tokenize", None, None)(iter(())))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "the call ended without one" in (error.details() or "")
 
@@ -118,7 +113,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(
     channel: grpc.aio.Channel, method: str
 ) -> None:
     call = channel.stream_unary(f"/{NAME}/{method}", None, None)(iter((b"\xff\xff\xff",)))
-    error = await failure(call)
+    error = await error_of(call)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "no message of this call" in (error.details() or "")
     assert await answers(channel)
@@ -129,7 +124,7 @@ async def test_a_message_that_is_too_large_is_refused_packed_or_not(
     channel: grpc.aio.Channel, compression: grpc.Compression
 ) -> None:
     request = pb.TokenizeRequest(text="x" * (64 << 20))
-    error = await failure(pb_grpc.GenerationServiceStub(channel).Tokenize(request, compression=compression))
+    error = await error_of(pb_grpc.GenerationServiceStub(channel).Tokenize(request, compression=compression))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await answers(channel)
 

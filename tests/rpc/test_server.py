@@ -34,6 +34,8 @@ from quire.rpc.server import (
     serve_until_signal,
 )
 from quire.services.server.log import configure_logging, get_logger
+from tests.testing.rpc_errors import error_of
+from tests.testing.until import until
 
 NAME = "quire.v1.GenerationService"
 
@@ -132,30 +134,27 @@ async def test_the_health_check_says_why(server: GrpcServer, channel: grpc.aio.C
 
 
 async def test_invalid_argument_names_the_field(channel: grpc.aio.Channel) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="bad"))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "text: must not be bad"
-    info, bad = details(caught.value, ErrorInfo, BadRequest)
+    caught = await error_of(pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="bad")))
+    assert caught.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.details() == "text: must not be bad"
+    info, bad = details(caught, ErrorInfo, BadRequest)
     assert dict(info.metadata) == {"field": "text", "limit": "good"}
     assert (info.reason, info.domain) == ("INVALID_ARGUMENT", "quire")
     assert bad.field_violations[0].field == "text"
 
 
 async def test_unavailable_has_the_time_of_the_retry(channel: grpc.aio.Channel) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="full"))
-    _, retry = details(caught.value, ErrorInfo, RetryInfo)
+    caught = await error_of(pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="full")))
+    _, retry = details(caught, ErrorInfo, RetryInfo)
     assert retry.retry_delay.ToMilliseconds() == 250
 
 
 async def test_a_bug_is_internal_and_logged_and_its_details_are_not_sent(channel: grpc.aio.Channel) -> None:
     stream = io.StringIO()
     configure_logging("info", stream=stream)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="bug"))
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert "secret" not in str(caught.value.details())
+    caught = await error_of(pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text="bug")))
+    assert caught.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in str(caught.details())
     assert "event=call_failed method=Tokenize" in stream.getvalue()
     assert stream.getvalue().count("\n") == 1
 
@@ -192,10 +191,8 @@ async def test_an_error_after_a_disconnect_is_neither_sent_nor_logged(
     await asyncio.wait_for(servicer.waits.wait(), 5)
     call.cancel()
     labels = {"grpc_method": "GenerateBatch", "grpc_code": "CANCELLED"}
-    async with asyncio.timeout(5):
-        await servicer.cancelled.wait()
-        while not registry.get_sample_value("grpc_server_handled_total", labels):
-            await asyncio.sleep(0.005)
+    await servicer.cancelled.wait()
+    await until(lambda: registry.get_sample_value("grpc_server_handled_total", labels))
     assert stream.getvalue() == ""
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

@@ -24,11 +24,17 @@ from quire.rpc.health import STOPPING
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
+from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
 from tests.testing.decodes import StreamingWorker
 
 VOCAB_SIZE = 320
 PROMPT = "say hello world, stop here"
 """Longer than a block, so that its workers are always the same."""
+
+
+def free_charge() -> AttemptCharge:
+    """Return a charge that no tenant pays."""
+    return AttemptCharge(RequestCharge(lambda num_tokens: None, 0))
 
 
 def generation(text: str = PROMPT, **stopping: Any) -> pb.Generation:

@@ -13,6 +13,7 @@ from quire.rpc.errors import InvalidArgument
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.outputs.answer_size import PromptLogprobs, check_answer_size
+from tests.testing.rpc_errors import error_of
 
 LIMIT = "quire.services.router.outputs.answer_size.MAX_ANSWER_BYTES"
 
@@ -84,9 +85,8 @@ async def test_an_answer_that_grows_too_large_ends_at_once(
     monkeypatch.setattr(LIMIT, 200)
     pair.script.answer = [5] * 50
     stub = await pair.start()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Generate(pb.GenerateRequest(generation=generation(n=8)))
-    assert refusal(caught.value).field == "stopping.max_tokens"
+    caught = await error_of(stub.Generate(pb.GenerateRequest(generation=generation(n=8))))
+    assert refusal(caught).field == "stopping.max_tokens"
     assert pair.metric("quire_router_requests_running") == 0
     call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(n=8)))
     assert len([message async for message in call]) > 8

@@ -25,6 +25,7 @@ from quire.rpc.errors import (
 )
 from quire.services.server.phases import Phase
 from tests.testing.fake_worker import PROMPT, generation, ids_of, stream, text_of
+from tests.testing.rpc_errors import error_of
 
 TEXT = "hello world, stop here"
 
@@ -225,11 +226,10 @@ async def test_retries_are_bounded(cluster: Any) -> None:
             raise Aborted("always")
 
     worker._before_token = fail
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(stub)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    caught = await error_of(stream(stub))
+    assert caught.code() is grpc.StatusCode.UNAVAILABLE
     assert len(worker.calls) == 4
-    assert "3 retries" in str(caught.value.details())
+    assert "3 retries" in str(caught.details())
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,8 @@ async def test_errors_that_no_other_worker_can_avoid_are_not_retried(
     cluster: Any, fault: Any, error: Any, code: Any
 ) -> None:
     worker = await cluster.add("d", "decode", fault=fault(1, error))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(await cluster.start())
-    assert caught.value.code() is code
+    caught = await error_of(stream(await cluster.start()))
+    assert caught.code() is code
     assert len(worker.calls) == 1
     assert cluster.metric("quire_request_failure_total", grpc_code=code.name) == 1
 
@@ -271,18 +270,15 @@ async def test_a_disconnect_aborts_both_calls(cluster: Any, before_token: int) -
 async def test_the_deadline_reaches_the_workers(cluster: Any) -> None:
     worker = await cluster.add("d", "decode", pause_before_token=1)
     stub = await cluster.start(request_timeout_seconds=0.3)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(stub)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "after 1 tokens" in str(caught.value.details())
+    caught = await error_of(stream(stub))
+    assert caught.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "after 1 tokens" in str(caught.details())
     await asyncio.wait_for(worker.ended.wait(), 5)
 
 
 async def test_no_worker_has_joined(cluster: Any) -> None:
     stub = await cluster.start()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(stub)
-    error = from_rpc_error(caught.value)
+    error = from_rpc_error(await error_of(stream(stub)))
     assert "no worker has joined yet" in error.message
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_WORKER")
     assert error.retry_after is not None
@@ -291,9 +287,8 @@ async def test_no_worker_has_joined(cluster: Any) -> None:
 async def test_a_prompt_that_a_worker_refuses_is_named_as_the_client_sent_it(pair: Any, fault: Any) -> None:
     for worker in pair.workers.values():
         worker.fault = fault(0, InvalidArgument("token_ids", "needs more blocks than there are"))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(await pair.start())
-    assert caught.value.details() == "text: needs more blocks than there are"
+    caught = await error_of(stream(await pair.start()))
+    assert caught.details() == "text: needs more blocks than there are"
 
 
 @pytest.mark.parametrize(
@@ -336,9 +331,8 @@ async def test_a_request_that_would_be_late_is_refused_at_once(pair: Any) -> Non
     stub = await pair.start()
     for worker in pair.running.workers.all():
         worker.pending_tokens = 500_000
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.Generate(pb.GenerateRequest(generation=generation()), timeout=10)
-    error = from_rpc_error(refused.value)
+    refused = await error_of(stub.Generate(pb.GenerateRequest(generation=generation()), timeout=10))
+    error = from_rpc_error(refused)
     assert error.reason == "TOO_LATE"
     assert error.retry_after == pytest.approx(40, abs=2)
     assert not any(worker.calls for worker in pair.workers.values())

@@ -16,8 +16,9 @@ from quire.services.router.workers.silences import TICK_SECONDS
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
-from tests.services.router.free_charge import free_charge
+from tests.testing.fake_worker import free_charge
 from tests.testing.manual_clock import ManualClock
+from tests.testing.until import until
 
 
 def silences(pulse: Pulse, *lengths: float) -> list[bool]:
@@ -120,6 +121,5 @@ async def test_a_worker_that_can_be_reached_is_alive_without_reports(cluster: An
     async with asyncio.timeout(20):
         pass_silently(workers, clock, LATE_SECONDS + TICK_SECONDS, second)
         assert first.health.has_symptom
-        while first.health.has_symptom:
-            await asyncio.sleep(0)
+        await until(lambda: not first.health.has_symptom)
     await workers.close()

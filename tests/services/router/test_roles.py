@@ -116,11 +116,8 @@ async def test_a_router_changes_roles_by_itself(pair: Any, monkeypatch: pytest.M
         RoleChange("d1", "prefill", REVERSAL_SECONDS, "ttft", "too slow"),
         RoleChange("d2", "prefill", REVERSAL_SECONDS, "ttft", "too slow"),
     ]
-    async with asyncio.timeout(10):
-        while ids(pair, "decode") != ["d2"]:
-            await asyncio.sleep(0.005)
-        while not pair.metric("quire_role_changes_total", role="prefill", cause="ttft"):
-            await asyncio.sleep(0.005)
+    await until(lambda: ids(pair, "decode") == ["d2"])
+    await until(lambda: pair.metric("quire_role_changes_total", role="prefill", cause="ttft"))
     await asyncio.sleep(0.1)
     assert ids(pair, "decode") == ["d2"], "the last one stays, whatever the controller wants"
     assert pair.metric("quire_role_pressure_ratio", kind="ttft") == 1.5

@@ -13,6 +13,7 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.services.router.outputs.dividing_decoder import joined
 from quire.tokenization.tokenizer import Tokenizer
+from tests.testing.rpc_errors import error_of
 from tests.testing.thinking_model import copy_with_thinking
 
 TEXT = "hello world, stop here"
@@ -174,9 +175,7 @@ async def test_answers_that_cannot_continue_are_refused_by_name(pair: Any, case:
     request.origin = whole[0].origin
     request.received.append(received())
     change(request)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await responses(stub, request)
-    error = from_rpc_error(caught.value)
+    error = from_rpc_error(await error_of(responses(stub, request)))
     assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
@@ -191,14 +190,12 @@ async def test_an_answer_that_has_met_its_stop_string_is_refused(pair: Any) -> N
 async def test_another_model_does_not_continue_an_answer(pair: Any) -> None:
     stub = await pair.start()
     whole = await responses(stub, asked())
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await responses(stub, continued(asked(), whole[:2], "other"))
-    assert from_rpc_error(caught.value).reason == "OTHER_ORIGIN"
+    caught = await error_of(responses(stub, continued(asked(), whole[:2], "other")))
+    assert from_rpc_error(caught).reason == "OTHER_ORIGIN"
 
 
 async def test_only_a_stream_continues(pair: Any) -> None:
     stub = await pair.start()
     request = continued(asked(), [], "")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Generate(pb.GenerateRequest(generation=request))
-    assert from_rpc_error(caught.value).metadata["field"] == "received"
+    caught = await error_of(stub.Generate(pb.GenerateRequest(generation=request)))
+    assert from_rpc_error(caught).metadata["field"] == "received"

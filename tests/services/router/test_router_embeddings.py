@@ -16,6 +16,7 @@ from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, InvalidArgument
 from quire.services.router.tenants.api_keys import Tenant, new_key
 from tests.testing.fake_worker import embedding_of
+from tests.testing.rpc_errors import error_of
 
 INPUTS = [[5, 6, 7, 8], [9, 10], [11] * 20]
 
@@ -33,9 +34,8 @@ def calls(cluster: Any, role: str) -> list[Any]:
 
 
 async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
+    caught = await error_of(call)
+    return caught.code(), caught.details() or ""
 
 
 def vectors(response: pb.EmbedResponse) -> list[list[float]]:

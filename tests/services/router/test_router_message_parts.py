@@ -16,6 +16,7 @@ from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc import message_parts
 from quire.rpc.errors import InvalidArgument
 from quire.rpc.message_parts import check_parts
+from tests.testing.rpc_errors import error_of
 
 LIMIT = 4096
 EMPTY = b"\x0a\x00"
@@ -58,7 +59,6 @@ def test_malformed_messages_are_refused_by_the_parser(rubbish: bytes) -> None:
 async def test_the_public_server_checks(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stub: pb_grpc.GenerationServiceStub = await pair.start()
     monkeypatch.setattr(message_parts, "MAX_PARTS", LIMIT)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * (128 << 10)))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"must consist of at most {LIMIT} fields" in (caught.value.details() or "")
+    caught = await error_of(stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * (128 << 10))))
+    assert caught.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"must consist of at most {LIMIT} fields" in (caught.details() or "")

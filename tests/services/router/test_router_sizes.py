@@ -11,6 +11,7 @@ from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import MAX_MESSAGE_CHARS, InvalidArgument, NotFound
+from tests.testing.rpc_errors import error_of
 
 MANY = 200_000
 MESSAGE = pb.ChatMessage(role="user", content="x")
@@ -50,9 +51,7 @@ async def test_a_large_field_is_named(pair: Any, field: str) -> None:
     stub = await pair.start()
     method, request = REQUESTS[field]
     call = getattr(stub, method)(request)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if method == "GenerateBatch" else call)
-    error = from_rpc_error(caught.value)
+    error = from_rpc_error(await error_of(call.read() if method == "GenerateBatch" else call))
     assert isinstance(error, InvalidRequest)
     assert error.field == ("token_ids" if field == "detokenized" else field)
     assert int(error.limit) > 0
@@ -60,11 +59,12 @@ async def test_a_large_field_is_named(pair: Any, field: str) -> None:
 
 async def test_an_error_repeats_little_of_the_request(pair: Any) -> None:
     stub: pb_grpc.GenerationServiceStub = await pair.start()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Generate(pb.GenerateRequest(generation=pb.Generation(model="x\n" * MANY, token_ids=ONE)))
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert "…" in (caught.value.details() or "")
-    assert len(caught.value.details() or "") < MAX_MESSAGE_CHARS / 2
+    caught = await error_of(
+        stub.Generate(pb.GenerateRequest(generation=pb.Generation(model="x\n" * MANY, token_ids=ONE)))
+    )
+    assert caught.code() is grpc.StatusCode.NOT_FOUND
+    assert "…" in (caught.details() or "")
+    assert len(caught.details() or "") < MAX_MESSAGE_CHARS / 2
 
 
 def test_every_part_of_an_error_is_cut() -> None:

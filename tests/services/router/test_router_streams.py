@@ -9,6 +9,7 @@ import pytest
 
 from quire.protos import worker_pb2
 from tests.testing.fake_worker import Cluster, FakeWorker, ids_of, stream
+from tests.testing.until import until
 
 WAIT_SECONDS = 10.0
 
@@ -80,8 +81,6 @@ async def test_a_stream_that_was_lost_is_opened_again(streaming: Any, cluster: C
         for messages in list(worker.streams.values()):
             messages.put_nowait(None)
     async with asyncio.timeout(WAIT_SECONDS):
-        while any(worker.streams.keys() & old for worker in decodes):
-            await asyncio.sleep(0.005)
+        await until(lambda: not any(worker.streams.keys() & old for worker in decodes))
         assert ids_of(await stream(stub)) == cluster.script.answer
-        while len(workers.serving("decode")) < len(decodes):
-            await asyncio.sleep(0.005)
+        await until(lambda: len(workers.serving("decode")) == len(decodes))

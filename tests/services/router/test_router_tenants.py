@@ -17,6 +17,7 @@ from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from tests.testing.rpc_errors import error_of
 from tests.testing.until import until
 
 METHODS = list(pb.DESCRIPTOR.services_by_name["GenerationService"].methods)
@@ -54,10 +55,9 @@ async def test_no_method_answers_without_a_known_key(
     pair: Any, stub: pb_grpc.GenerationServiceStub, method: Any, metadata: Any
 ) -> None:
     call = getattr(stub, method.name)(method.input_type._concrete_class(), metadata=metadata)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if method.server_streaming else call)
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert "wrong" not in (caught.value.details() or "")
+    caught = await error_of(call.read() if method.server_streaming else call)
+    assert caught.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "wrong" not in (caught.details() or "")
     labels = {"grpc_method": method.name, "grpc_code": "UNAUTHENTICATED"}
     await until(lambda: pair.metric("grpc_server_handled_total", **labels) == 1)
 
@@ -96,9 +96,10 @@ async def test_more_requests_than_a_tenants_limit(pair: Any, stub: Any, keys: An
     paused = [asyncio.create_task(pair[name].paused.wait()) for name in ("p1", "p2")]
     reading = asyncio.create_task(call.read())
     await asyncio.wait(paused, return_when=asyncio.FIRST_COMPLETED)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Generate(pb.GenerateRequest(generation=PROMPT), metadata=bearer(keys["single"]))
-    error = from_rpc_error(caught.value)
+    caught = await error_of(
+        stub.Generate(pb.GenerateRequest(generation=PROMPT), metadata=bearer(keys["single"]))
+    )
+    error = from_rpc_error(caught)
     assert isinstance(error, Overloaded)
     assert (error.reason, error.metadata["limit"], error.retry_after) == ("TENANT_REQUESTS", "1", 1)
     call.cancel()

@@ -18,6 +18,7 @@ from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker_set import WorkerSet
 from tests.testing.decodes import StreamingWorker
+from tests.testing.rpc_errors import error_of
 
 SECRET = b"the secret of the cluster"
 
@@ -189,9 +190,8 @@ async def test_a_stranger_at_the_address_of_a_dead_worker_is_detected(cluster: A
     await serve(cluster.stack, intruder, honest.server.port)
     intruder.changes = {"worker_id": "d1", "epoch": "1"}
     generation = pb.Generation(token_ids=pb.TokenIds(ids=range(2, 12)))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.Generate(pb.GenerateRequest(generation=generation), timeout=5)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    caught = await error_of(stub.Generate(pb.GenerateRequest(generation=generation), timeout=5))
+    assert caught.code() is grpc.StatusCode.UNAVAILABLE
     await workers.refresh()
     assert all(worker.worker_id != "d1" for worker in workers.all())
     await other.serve_again()

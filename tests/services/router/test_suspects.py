@@ -26,6 +26,8 @@ from quire.rpc.errors import (
 from quire.services.router.execution.suspects import CLEARING_TOKENS, Suspects
 from quire.services.router.outputs.answer_group import Death
 from quire.services.router.workers.worker import Worker, WorkerConnection
+from tests.testing.rpc_errors import error_of
+from tests.testing.until import until
 
 DEATH = Unavailable("the engine has failed", reason=ENGINE_FAILED)
 SECONDS = 10
@@ -41,9 +43,7 @@ async def ask(stub: Any) -> pb.GenerateResponse:
 
 async def refusal(stub: Any) -> tuple[grpc.StatusCode, str, str]:
     """Ask for an answer that does not come; return the status, its reason and its message."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await ask(stub)
-    error = from_rpc_error(caught.value)
+    error = from_rpc_error(await error_of(ask(stub)))
     return error.code, error.reason, error.message
 
 
@@ -97,10 +97,8 @@ async def end_stream_and_call(worker: Any) -> None:
     """End a worker's stream of outputs, and then the call that waits there, with the worker's fault."""
     [(old, messages)] = worker.streams.items()
     messages.put_nowait(None)
-    async with asyncio.timeout(SECONDS):
-        # The router opens a new stream once it has read the end of the old one.
-        while worker.streams.keys() <= {old}:
-            await asyncio.sleep(0.005)
+    # The router opens a new stream once it has read the end of the old one.
+    await until(lambda: worker.streams.keys() - {old})
     worker.goes_on.set()
 
 

@@ -21,6 +21,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.execution.generation import MAX_RETRIES
 from quire.services.router.workers.queue import Work, WorkerQueue
 from tests.testing.fake_worker import ids_of
+from tests.testing.rpc_errors import error_of
 from tests.testing.until import until
 
 SECONDS = 10.0
@@ -119,8 +120,7 @@ async def gone(cluster: Any, worker: Any) -> None:
     async with asyncio.timeout(SECONDS):
         await cluster.running.has_served.wait()
         await worker.begin_to_stop()
-        while cluster.running.workers.live("decode"):
-            await asyncio.sleep(0.005)
+        await until(lambda: not cluster.running.workers.live("decode"))
 
 
 async def until_waiting(cluster: Any, number: int) -> None:
@@ -149,9 +149,8 @@ async def test_a_disconnect_frees_the_place(cluster: Any) -> None:
     await gone(cluster, worker)
     leaving = asyncio.create_task(stream(stub, "leaves"))
     await until_waiting(cluster, 1)
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stream(stub, "too many")
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    refused = await error_of(stream(stub, "too many"))
+    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     leaving.cancel()
     await until_waiting(cluster, 0)
     await until(lambda: not cluster.metric("quire_router_requests_running"))
@@ -175,11 +174,10 @@ async def test_the_error_without_a_worker_has_the_reason(
     worker = await cluster.add("d", "decode")
     stub = await cluster.start(worker_wait_seconds=wait)
     await gone(cluster, worker)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream(stub, "r", seconds)
-    assert caught.value.code() is code
+    caught = await error_of(stream(stub, "r", seconds))
+    assert caught.code() is code
     # gRPC itself ends a call at its deadline, and gives no reason.
-    assert from_rpc_error(caught.value).reason in (reason, "DEADLINE_EXCEEDED")
+    assert from_rpc_error(caught).reason in (reason, "DEADLINE_EXCEEDED")
     await until_waiting(cluster, 0)
 
 
@@ -243,13 +241,11 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_annou
         membership = running.workers._membership
         monkeypatch.setattr(membership, "members", AsyncMock(return_value=[]))
         await worker.begin_to_stop()
-        while running.workers.all() or running.workers.expects_workers:
-            await asyncio.sleep(0.01)
+        await until(lambda: not (running.workers.all() or running.workers.expects_workers))
         async with grpc.aio.insecure_channel(running.address) as channel:
             stub = pb_grpc.GenerationServiceStub(channel)
             asking = asyncio.create_task(stream(stub, "r"))
-            while running.metrics.registry.get_sample_value(WAITING) != 1:
-                await asyncio.sleep(0.01)
+            await until(lambda: running.metrics.registry.get_sample_value(WAITING) == 1)
             await running.finish()
             with pytest.raises(grpc.aio.AioRpcError, match="no decode worker takes requests") as caught:
                 await asking

@@ -19,7 +19,8 @@ from quire.services.router.workers.membership import Member, MembershipLost, Sta
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
-from tests.services.router.free_charge import free_charge
+from tests.testing.fake_worker import free_charge
+from tests.testing.until import until
 
 
 class ScriptedMembership:
@@ -270,8 +271,7 @@ async def test_while_it_is_asked_whether_it_stays_others_are_preferred(cluster: 
     worker.answers_probes.clear()
     refreshing = asyncio.create_task(workers.refresh())
     await asyncio.sleep(0)
-    while not live.health.has_symptom:
-        await asyncio.sleep(0)
+    await until(lambda: live.health.has_symptom)
     assert live.health.is_unhealthy
     worker.answers_probes.set()
     await refreshing

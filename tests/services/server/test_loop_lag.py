@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.services.server import loop_lag
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
+from tests.testing.until import until
 
 BLOCKED_SECONDS = 0.05
 
@@ -22,12 +23,10 @@ async def test_a_blocked_loop_is_late_by_as_much(monkeypatch: pytest.MonkeyPatch
         return registry.get_sample_value(f"quire_event_loop_lag_seconds_{name}") or 0.0
 
     async with loop_lag_observed(LoopLagMetrics(registry)), asyncio.timeout(5):
-        while not value("count"):
-            await asyncio.sleep(0)
+        await until(lambda: value("count"))
         before = value("sum")
         time.sleep(BLOCKED_SECONDS)  # noqa: ASYNC251 - this is what the metric is for
         num_before = value("count")
-        while value("count") == num_before:
-            await asyncio.sleep(0)
+        await until(lambda: value("count") > num_before)
         assert value("sum") - before >= BLOCKED_SECONDS - 0.002
     assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is observed after the context"

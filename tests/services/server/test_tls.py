@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from quire.rpc.errors import BadFileError
 from quire.rpc.server import GrpcServer, grpc_server
 from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles, server_context, server_credentials
+from tests.testing.rpc_errors import error_of
 
 
 @asynccontextmanager
@@ -33,10 +34,9 @@ async def check(channel: grpc.aio.Channel) -> Any:
 
 async def refused(channel: grpc.aio.Channel) -> str:
     """Return why a connection does not come about."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await check(channel)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    return caught.value.details() or ""
+    caught = await error_of(check(channel))
+    assert caught.code() is grpc.StatusCode.UNAVAILABLE
+    return caught.details() or ""
 
 
 def public_channel(server: GrpcServer, ca: Path, name: str = "quire.example") -> grpc.aio.Channel:

@@ -20,6 +20,7 @@ from quire.services.worker.lifecycle.drain import drain_before_exit
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.servicer import WorkerServicer
 from quire.services.worker.state import WorkerState
+from tests.testing.until import until
 
 SEQUENCE = worker_pb2.Sequence(
     sequence_id="r",
@@ -60,8 +61,7 @@ async def test_a_stopping_process_waits_for_running_requests() -> None:
     await asyncio.sleep(0)
     assert state.is_draining
     state.check_not_stopping()
-    while not state.is_stopping:
-        await asyncio.sleep(0)
+    await until(lambda: state.is_stopping)
     with pytest.raises(Unavailable) as refused:
         state.check_not_stopping()
     assert refused.value.reason == "DRAINING"

@@ -14,6 +14,7 @@ import pytest
 from aiohttp import ClientSession
 
 from quire.services.router.config import HttpTimes
+from tests.testing.until import until
 
 KEY = "quire-a-key-that-stays-secret"
 PATIENCE_SECONDS = 10.0
@@ -248,8 +249,7 @@ async def test_a_client_that_does_not_read_is_disconnected(start: Any, pair: Any
         client.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         async with asyncio.timeout(PATIENCE_SECONDS):
             await asyncio.gather(*(worker.ended.wait() for worker in (await _asked(pair))))
-            while pair.metric("quire_router_requests_running"):
-                await asyncio.sleep(0.005)
+            await until(lambda: not pair.metric("quire_router_requests_running"))
     assert pair.metric("quire_http_requests_total", route="/v1/completions", status="499") == 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from quire.protos import inference_pb2 as pb
+from tests.testing.until import until
 
 TEXT = "hello world, stop here"
 MESSAGES: Any = [
@@ -203,8 +204,7 @@ async def test_a_disconnect_ends_the_request(client: AsyncOpenAI, pair: Any, str
             await (await asking).close()
         asking.cancel()
         await used.aborted.wait()
-        while pair.metric("quire_router_requests_running"):
-            await asyncio.sleep(0.005)
+        await until(lambda: not pair.metric("quire_router_requests_running"))
     assert pair.metric("quire_request_failure_total", grpc_code="CANCELLED") == 1
 
 

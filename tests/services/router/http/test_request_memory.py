@@ -18,6 +18,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import ResourceExhausted
 from quire.services.router.grpc.request_memory import UNCOUNTED_BYTES, RequestMemory
 from quire.services.router.metrics.metrics import RouterMetrics
+from tests.testing.rpc_errors import error_of
 from tests.testing.until import until
 
 LIMIT = 32 << 20
@@ -65,10 +66,9 @@ async def test_large_requests_wait_for_no_small_one(pair: Any) -> None:
         generate = channel.unary_unary(GENERATE, None, pb.GenerateResponse.FromString)
         large = [asyncio.ensure_future(generate(padded(SMALL, LARGE))) for _ in range(2)]
         await until(lambda: len(pair["d1"].calls) + len(pair["d2"].calls) == 2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generate(padded(SMALL, LARGE))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert str(LIMIT) in (caught.value.details() or "")
+        caught = await error_of(generate(padded(SMALL, LARGE)))
+        assert caught.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert str(LIMIT) in (caught.details() or "")
         small = asyncio.ensure_future(stub.Generate(SMALL))
         for name in ("d1", "d2"):
             pair[name].goes_on.set()
