@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+
+from quire.engine.config import EngineConfig
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import SequenceStatus
 from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.speculator import DraftRequest, Speculator
+from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import (
@@ -20,6 +25,7 @@ from tests.testing.tiny_engine import (
     output,
     run,
 )
+from tests.testing.tiny_models import make_random_model
 
 Load = Callable[[str], LoadedModel]
 
@@ -87,3 +93,15 @@ def test_a_sequence_without_blocks_gets_no_draft_tokens(load: Load) -> None:
     small.status = SequenceStatus.FINISHED_STOPPED
     proposer.propose([])
     assert proposer.pool.counts.used == 0
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path, load: Load, tiny_model: Callable[[str], Path]) -> None:
+    other = make_random_model("llama", tmp_path / "other", vocab_size=400)
+    model = load("llama")
+    config = EngineConfig(str(tiny_model("llama")), dtype="float32", speculation=str(other))
+    with pytest.raises(DraftModelError, match="has logits for 400 tokens, the model for 320"):
+        load_draft_model(config, model, CPU)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"<bos>"', '"<begin>"'))
+    with pytest.raises(DraftModelError, match="different vocabularies"):
+        load_draft_model(config, model, CPU)

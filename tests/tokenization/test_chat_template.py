@@ -1,10 +1,79 @@
-"""What a template gets in addition to messages with a role and a text."""
+"""Chat templates: what messages say is data, and what a template may do is little."""
 
 from __future__ import annotations
 
 import pytest
 
 from quire.tokenization.chat_template import ChatTemplate, ChatTemplateError
+
+PLAIN = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+INJECTIONS = [
+    "{{ 7 * 7 }}",
+    "{% for i in range(3) %}x{% endfor %}",
+    "{{ messages }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{# gone #}",
+    "{% raw %}",
+    "%}{{ 7 * 7 }}{%",
+    "{{ raise_exception('out') }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "\x00{{1}}\r\n",
+]
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ lipsum.__globals__['os'].popen('true') }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__closure__ }}",
+    "{{ (messages | attr('append')).__func__ }}",
+    "{{ '%s'.format.__self__.__class__ }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+]
+CHANGES = [
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}",
+    "{{ messages.clear() }}",
+]
+
+
+@pytest.mark.parametrize("content", INJECTIONS)
+@pytest.mark.parametrize("field", ["role", "content"])
+def test_the_text_of_a_message_is_never_evaluated(field: str, content: str) -> None:
+    message = {"role": "user", "content": "hello", field: content}
+    assert ChatTemplate(PLAIN, {}).render([message]) == f"[{message['role']}]{message['content']}"
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_template_reaches_nothing_beyond_the_conversation(source: str) -> None:
+    try:
+        rendered = ChatTemplate(source, {}).render([{"role": "user", "content": "hello"}])
+    except ChatTemplateError:
+        return
+    assert not any(word in rendered for word in ("class", "module", "object", "function", "cell"))
+
+
+@pytest.mark.parametrize("source", CHANGES)
+def test_a_template_changes_no_message(source: str) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source, {}).render(messages)
+    assert messages == [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ 1 // 0 }}",
+        "{{ messages[7].role.upper() }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_fails_refuses_the_conversation(source: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate(source, {}).render([])
 
 
 def test_a_template_shows_tools_and_further_variables() -> None:

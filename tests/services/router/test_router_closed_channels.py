@@ -21,8 +21,8 @@ from quire.services.router.workers.membership import StaticMembership
 from quire.services.router.workers.worker import Worker, WorkerConnection
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
-from tests.services.router.free_charge import free_charge
 from tests.testing.decodes import StreamingWorker
+from tests.testing.fake_worker import free_charge
 
 
 class SilentWorker(StreamingWorker):

@@ -10,12 +10,19 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from quire.sampling.parameter import table
 from quire.sampling.params import SamplingParams
 from quire.services.router.http.openai.completions import CompletionWriter
-from quire.services.router.http.openai.requests import CompletionRequest
+from quire.services.router.http.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.services.router.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from quire.services.router.http.openai.responses.requests import ResponseRequest
 from quire.services.router.http.openai.sampling_fields import GenerationFields
 
 ROOT = Path(__file__).parents[4]
@@ -117,3 +124,21 @@ def test_the_document_has_the_ranges_of_the_table(name: str) -> None:
     assert numbers is not None
     low = number["exclusiveMinimum" if numbers.excludes_low else "minimum"]
     assert (low, number["maximum"]) == (numbers.low, numbers.high)
+
+
+@pytest.mark.parametrize(
+    ("page", "body"),
+    [
+        ("openai.md", CompletionRequest),
+        ("openai.md", ChatCompletionRequest),
+        ("openai.md", TokenizeRequest),
+        ("openai.md", DetokenizeRequest),
+        ("responses.md", ResponseRequest),
+        ("embeddings.md", EmbeddingRequest),
+        ("embeddings.md", ScoreRequest),
+        ("embeddings.md", RerankRequest),
+    ],
+)
+def test_every_field_is_in_the_docs(page: str, body: type[BaseModel]) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in body.model_fields if f"`{name}`" not in text] == []
