@@ -138,17 +138,6 @@ def test_a_block_freed_twice_is_an_error() -> None:
         pool.free(blocks)
 
 
-def test_empty_blocks_are_taken_before_cached_ones() -> None:
-    pool = BlockPool(3)
-    [cached] = pool.allocate(1)
-    pool.seal(cached, b"a")
-    pool.free([cached])
-    pool.allocate(2)
-    assert pool.look_up([b"a"]) == [cached]
-    pool.allocate(1)
-    assert pool.look_up([b"a"]) == []
-
-
 def test_a_cleared_cache_is_empty_and_its_blocks_are_unpublished() -> None:
     published = Published()
     pool = BlockPool(4, published)
