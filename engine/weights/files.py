@@ -25,11 +25,16 @@ def check_weights_and_configuration(folder: Path) -> None:
             f"{folder} has no *.safetensors, the only format of weights that quire reads: "
             "load the model with transformers and save it again with save_pretrained"
         )
-    for name in _weight_files(folder):
+    for name in weight_files(folder):
         check_safetensors(folder / name)
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files that contain a model's weights.
+
+    Raises:
+        ModelFileError: the index of several files is missing or damaged.
+    """
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"]
     index = folder / "model.safetensors.index.json"

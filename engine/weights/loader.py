@@ -25,6 +25,7 @@ from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.step_recipe import StepRecipe
+from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.digest import model_digest
 from quire.engine.weights.files import check_weights_and_configuration
 from quire.engine.weights.sliced_weights import digest_of_whole, load_slices
@@ -222,7 +223,8 @@ def _load_whole(
     weight_dtype: str,
     arithmetic: str,
 ) -> _Loaded:
-    module = _load_module(folder, config, dtype)
+    with Checkpoint(folder) as checkpoint:
+        module = _load_module(folder, config, dtype, checkpoint)
     digest = _digest(folder, module, weight_dtype)
     plan = read_plan(module)
     module = _prepare_module(module, device, weight_dtype, plan.num_segments(0, 1), arithmetic)
@@ -251,24 +253,47 @@ def _load_part(
     return _Loaded(module, digest, plan)
 
 
-def _load_module(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+def _load_module(
+    folder: Path, config: PreTrainedConfig, dtype: str, checkpoint: Checkpoint
+) -> PreTrainedModel:
     # Progress bars of transformers would garble the launcher's progress bar.
     transformers_logging.disable_progress_bar()
+    model_class: Any = AutoModelForCausalLM
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
     try:
         with torch.random.fork_rng(devices=[]):
             # Embedding models may have no output layer; all workers then have to make the same one.
             torch.manual_seed(0)
-            module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                folder,
+            if checkpoint.quantization is not None:
+                model_class, source = _dequantized_source(folder, checkpoint)
+            module: PreTrainedModel = model_class.from_pretrained(
+                **source,
                 dtype="auto" if dtype == "auto" else DTYPES[dtype],
                 attn_implementation=own_attention.implementation_at_load(config),
-                use_safetensors=True,
             )
     except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if checkpoint.error is not None:
+            raise checkpoint.error from error
         raise UnsupportedModelError(
             f"transformers cannot load {folder} with paged attention: {error}"
         ) from error
+    checkpoint.log_memory(module)
     return module
+
+
+def _dequantized_source(folder: Path, checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
+    """Return a model's class, and the arguments that make it load dequantized tensors.
+
+    Transformers' own quantizers need GPUs or other packages for most formats.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    for each in (config, config.get_text_config()):
+        vars(each).pop("quantization_config", None)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    outline.config.dtype = config.dtype or checkpoint.dtype
+    source = {"config": outline.config, "state_dict": checkpoint.lazy_tensors()}
+    return type(outline), {"pretrained_model_name_or_path": None, **source}
 
 
 def _prepare_module(

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.own_attention import implementation_at_load
 from quire.engine.model.parallel_layers import head_units
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
+from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.digest import model_digest
 from quire.kernels.cpu.linear import UNIT
 
@@ -32,7 +31,7 @@ def load_slices(
         SettingError: the model cannot be divided among this many ranks.
         UnsupportedModelError: the names of the checkpoint's tensors are not those of the model's parameters.
     """
-    with _Checkpoint(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
         dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
         with _parameters_on_meta():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -55,6 +54,8 @@ def load_slices(
         _set_parameter(model, name, tensor)
     model.tie_weights()
     _set_sizes(model, plan, rank, num_ranks)
+    if rank == 0:
+        checkpoint.log_memory(model)
     return model, plan
 
 
@@ -62,7 +63,7 @@ def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) ->
     """Return ``model_digest`` of the whole model; ``module`` has only slices of its weights."""
     own = module.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    with _Checkpoint(folder) as checkpoint:
+    with Checkpoint(folder) as checkpoint:
 
         def read(name: str) -> torch.Tensor:
             tensor: torch.Tensor = own[name]
@@ -70,45 +71,6 @@ def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) ->
             return tensor if is_buffer else checkpoint.read(names[id(tensor)], None).to(tensor.dtype)
 
         return model_digest(folder, own, read, weight_dtype)
-
-
-class _Checkpoint:
-    """The tensors of a folder's safetensors, by their names."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files: list[Any] = []
-        self._owners: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file = safe_open(path, framework="pt")
-            self._files.append(file)
-            self._owners |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> _Checkpoint:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._owners.clear()
-        self._files.clear()
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._owners)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of one of the tensors."""
-        dtype: torch.dtype = self.read(min(self._owners), None).dtype
-        return dtype
-
-    def read(self, name: str, part: tuple[int, slice] | None) -> torch.Tensor:
-        """Return a tensor, or a part of it along one dimension."""
-        if part is None:
-            whole: torch.Tensor = self._owners[name].get_tensor(name)
-            return whole
-        tensor = self._owners[name].get_slice(name)
-        dimension, indices = part
-        own: torch.Tensor = tensor[indices] if dimension == 0 else tensor[:, indices]
-        return own
 
 
 @contextmanager
@@ -131,14 +93,18 @@ def _parameters_on_meta() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _check_names(model: PreTrainedModel, checkpoint: _Checkpoint) -> None:
+def _check_names(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Raise UnsupportedModelError unless each parameter has a tensor and each tensor a parameter."""
     parameters = {name for name, _ in model.named_parameters()}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= set(getattr(model, "all_tied_weights_keys", None) or {})
     known |= {name for name, _ in model.named_buffers()}
     missing = parameters - checkpoint.names
-    unknown = {name for name in checkpoint.names - known if not name.endswith("rotary_emb.inv_freq")}
+    unknown = {
+        name
+        for name in checkpoint.names - known
+        if not name.endswith("rotary_emb.inv_freq") and not checkpoint.is_bias_of_zeros(name)
+    }
     buffers = set(model.state_dict()) - known
     if missing or unknown or buffers:
         raise UnsupportedModelError(

@@ -1,0 +1,209 @@
+"""Reads the tensors of a checkpoint by the names of the plain model; quantized ones are dequantized."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.weights.dequantize import WrongPartError, dequantize
+from quire.engine.weights.files import weight_files
+from quire.engine.weights.quantization import read_quantization
+from quire.models.file_checks import ModelFileError, damaged, read_object
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
+"""Safetensors' names of the types of tensors that are not quantized."""
+
+
+class _Layout(NamedTuple):
+    """Which stored tensors make up a quantized one, by the endings of their names."""
+
+    weight: str
+    types: tuple[str, ...]
+    """Safetensors' names of the types that the weight may have."""
+    plain: str
+    """Ending of the plain tensor's name, in the place of ``weight``."""
+    scales: tuple[str, ...]
+    """Endings that the scales may have."""
+    others: Mapping[str, str] = MappingProxyType({})
+    """Endings of other parts, by their roles."""
+    required: tuple[str, ...] = ()
+    """Those of ``others`` that must exist."""
+
+
+_FP8, _GPTQ = ("F8_E4M3",), (".qweight", ("I32",), ".weight", (".scales",))
+_LAYOUTS = {
+    "gptq": [_Layout(*_GPTQ, {"zeros": ".qzeros", "groups": ".g_idx"}, ("zeros",))],
+    "awq": [_Layout(*_GPTQ, {"zeros": ".qzeros"}, ("zeros",))],
+    "compressed-tensors": [
+        _Layout(
+            "_packed",
+            ("I32",),
+            "",
+            ("_scale",),
+            {"shape": "_shape", "zeros": "_zero_point", "groups": "_g_idx"},
+            ("shape",),
+        ),
+        _Layout("", (*_FP8, "I8"), "", ("_scale",), {"zeros": "_zero_point"}),
+    ],
+    "fp8": [_Layout("", _FP8, "", ("_scale_inv", "_scale"))],
+    "fbgemm_fp8": [_Layout("", _FP8, "", ("_scale",))],
+    "mxfp4": [_Layout("_blocks", ("U8",), "", ("_scales",))],
+}
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors, by the names of the model's parameters.
+
+    Raises:
+        UnsupportedModelError: the checkpoint is quantized in a way that quire does not read.
+        ModelFileError: a quantized tensor has no scale, or a tensor cannot be told from its name and type.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.quantization = read_quantization(read_object(folder / "config.json"))
+        self.error: ModelFileError | None = None
+        """First error of a read, for callers that see it only through transformers."""
+        self._files: list[Any] = []
+        self._owners: dict[str, tuple[Path, Any]] = {}
+        for name in weight_files(folder):
+            file = safe_open(folder / name, framework="pt")
+            self._files.append(file)
+            self._owners |= dict.fromkeys(file.keys(), (folder / name, file))  # type: ignore[no-untyped-call]
+        self._parts: dict[str, dict[str, str]] = {}
+        """The stored tensors of each quantized one: the parts' names by their roles."""
+        self._find_parts()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._owners.clear()
+        self._files.clear()
+
+    @property
+    def names(self) -> set[str]:
+        used = {part for parts in self._parts.values() for part in parts.values()}
+        return set(self._parts) | (set(self._owners) - used)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of one of the tensors that are not quantized."""
+        dtype: torch.dtype = self._load(min(self.names - set(self._parts))).dtype
+        return dtype
+
+    def read(self, name: str, part: tuple[int, slice] | None) -> torch.Tensor:
+        """Return a tensor, or a part of it along one dimension; quantized ones are float32.
+
+        Raises:
+            ModelFileError: a part of a quantized tensor has the wrong type or shape.
+        """
+        if name in self._parts:
+            whole = self._dequantize(name)
+        elif part is None:
+            return self._load(name)
+        else:
+            whole = self._owners[name][1].get_slice(name)
+        if part is None:
+            return whole
+        dimension, indices = part
+        return whole[indices] if dimension == 0 else whole[:, indices]
+
+    def is_bias_of_zeros(self, name: str) -> bool:
+        """Return whether this is a bias that GPTQ writes for layers without one."""
+        weight = f"{name.removesuffix('.bias')}.weight"
+        return name.endswith(".bias") and weight in self._parts and not self._load(name).any()
+
+    def lazy_tensors(self) -> dict[str, _LazyTensor]:
+        """Return all tensors, each of which is read when it is indexed."""
+        return {name: _LazyTensor(self, name) for name in self.names}
+
+    def log_memory(self, module: torch.nn.Module) -> None:
+        """Log the format of a quantized checkpoint, and the memory that the weights of a model take."""
+        if self.quantization is not None:
+            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+            logger.info(
+                "dequantized %d tensors of %s: the weights take %.1f MiB",
+                len(self._parts),
+                self.quantization,
+                num_bytes / 2**20,
+            )
+
+    def _load(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._owners[name][1].get_tensor(name)
+        return tensor
+
+    def _type(self, name: str) -> str:
+        return str(self._owners[name][1].get_slice(name).get_dtype())
+
+    def _wrong(self, name: str, problem: str) -> ModelFileError:
+        return damaged(self._owners[name][0], f"has a tensor {name} that {problem}")
+
+    def _find_parts(self) -> None:
+        if self.quantization is None:
+            for name in self._owners:
+                if name.endswith((".qweight", ".weight_packed")):
+                    raise UnsupportedModelError(
+                        f"{name} is a quantized weight, but config.json has no quantization_config"
+                    )
+            return
+        layouts = _LAYOUTS[self.quantization.method]
+        endings = tuple(end for each in layouts for end in (*each.scales, *each.others.values()))
+        for name in (name for name in self._owners if not name.endswith(endings)):
+            for layout in layouts:
+                is_type = self._type(name) in layout.types
+                if name.endswith(layout.weight) and (is_type or layout.weight):
+                    if not is_type:
+                        raise self._wrong(name, f"is {self._type(name)} instead of {layout.types[0]}")
+                    base = name.removesuffix(layout.weight)
+                    self._parts[base + layout.plain] = {
+                        "weight": name,
+                        **self._other_parts(base, name, layout),
+                    }
+                    break
+        for name in self.names - self._parts.keys():
+            if self._type(name) not in _PLAIN:
+                raise self._wrong(
+                    name, f"is {self._type(name)}, which is not expected with {self.quantization}"
+                )
+
+    def _other_parts(self, base: str, name: str, layout: _Layout) -> dict[str, str]:
+        assert self.quantization is not None
+        scales = [base + end for end in layout.scales if base + end in self._owners]
+        if not scales:
+            raise self._wrong(name, f"has no scale {' or '.join(base + end for end in layout.scales)}")
+        others = {role: base + end for role, end in layout.others.items()}
+        for role in (*layout.required, *(["groups"] if self.quantization.is_ordered else [])):
+            if others[role] not in self._owners:
+                raise self._wrong(name, f"has no {others[role]}")
+        return {"scales": scales[0], **{role: part for role, part in others.items() if part in self._owners}}
+
+    def _dequantize(self, name: str) -> torch.Tensor:
+        """Return a weight in float32, which rounds the product of a value and its scale once."""
+        if self.error is not None:
+            raise self.error
+        try:
+            assert self.quantization is not None
+            parts = {role: self._load(part) for role, part in self._parts[name].items()}
+            return dequantize(self.quantization, parts)
+        except WrongPartError as error:
+            self.error = self._wrong(self._parts[name][error.role], str(error))
+            raise self.error from error
+
+
+class _LazyTensor:
+    """A tensor of a checkpoint that is read when it is indexed, like a slice of safetensors."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, indices: Any) -> torch.Tensor:
+        return self._checkpoint.read(self._name, None)[indices]
