@@ -28,6 +28,7 @@ class WorkerLoad:
 
     num_running: int
     num_waiting: int
+    num_transferring: int
     used_blocks: int
     cached_blocks: int
     free_blocks: int
@@ -45,6 +46,33 @@ class WorkerStatus:
     """Number of requests of this router on the worker."""
     load: WorkerLoad | None
     """None if the worker does not answer."""
+    model: str
+    metrics_address: str
+    """host:port of its metrics; empty if the worker does not report it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What a tenant has asked of the router."""
+
+    name: str
+    """Empty for the only tenant of a router without API keys."""
+    num_requests: int
+    """Number of requests that have been admitted and have not finished."""
+    num_waiting: int
+    """Of these, requests that wait for a place within the tenant's limit."""
+    num_tokens: int
+    """Tokens of its prompts and answers since the router started."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """What a router knows."""
+
+    workers: tuple[WorkerStatus, ...]
+    tenants: tuple[TenantStatus, ...]
+    metrics_address: str
+    """host:port of the router's own metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +93,18 @@ class AdminClient:
 
     def workers(self) -> list[WorkerStatus]:
         """Return all workers that the router knows, including draining ones."""
+        return list(self.status().workers)
+
+    def status(self) -> RouterStatus:
+        """Return the workers that the router knows, and the tenants that have sent it requests."""
         with typed_errors():
             response = self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=self._timeout)
-        return list(map(_to_status, response.workers))
+        tenants = [
+            TenantStatus(each.name, each.num_requests, each.num_waiting, each.num_tokens)
+            for each in response.tenants
+        ]
+        workers = tuple(map(_to_status, response.workers))
+        return RouterStatus(workers, tuple(tenants), response.metrics_address)
 
     def drain(self, worker_id: str, *, undo: bool = False) -> None:
         """Make all routers send no new requests to a worker; with ``undo``, use it again."""
@@ -153,10 +190,13 @@ def _to_status(status: pb.WorkerStatus) -> WorkerStatus:
         load=WorkerLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
+            num_transferring=load.num_transferring,
             used_blocks=load.used_blocks,
             cached_blocks=load.cached_blocks,
             free_blocks=load.free_blocks,
         )
         if status.HasField("load")
         else None,
+        model=status.model,
+        metrics_address=status.metrics_address,
     )

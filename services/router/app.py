@@ -176,7 +176,14 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             metrics_server(metrics.registry, Probes(server, lag), config.host, config.metrics_port)
         )
         admin = await stack.enter_async_context(
-            admin_server(workers, roles, config.chosen_admin_port, config.launcher_address)
+            admin_server(
+                workers,
+                roles,
+                metrics.tenants,
+                f"{config.host}:{metrics_port}",
+                config.chosen_admin_port,
+                config.launcher_address,
+            )
         )
         http = None
         if config.http_port is not None:

@@ -84,6 +84,7 @@ async def serve(
         metrics_port = stack.enter_context(
             metrics_server(start.registry, Probes(server, lag), config.host, config.metrics_port)
         )
+        start.metrics_port.set_result(metrics_port)
         if start.publisher is not None:
             record = partial(identity.record, start.address.result(), start.state)
             await join(start.publisher, record, start.state, start.failure, stack)

@@ -41,6 +41,7 @@ class WorkerParts:
 
     Attributes:
         address: returns the host:port at which others reach this worker; known once the server is bound.
+        metrics_port: returns the port of its metrics; known then too.
         reader: turns the router's sequences into the engine's.
         blocks: reads the blocks that are sent to other workers.
         channels: the connections to other workers.
@@ -52,6 +53,7 @@ class WorkerParts:
 
     identity: WorkerIdentity
     address: Callable[[], str]
+    metrics_port: Callable[[], int]
     engine: EngineThread
     memory: KvMemory
     reader: SequenceReader
@@ -97,6 +99,7 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
     return WorkerParts(
         identity=identity,
         address=start.address.result,
+        metrics_port=start.metrics_port.result,
         engine=engine,
         memory=memory,
         reader=reader,

@@ -64,6 +64,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         identity, state = self._parts.identity, self._parts.state
         info = identity.to_proto()
         info.address = self._parts.address()
+        info.metrics_port = self._parts.metrics_port()
         info.role = state.role
         if request.nonce and identity.cluster_secret:
             info.proof = description_proof(identity.cluster_secret, request.nonce, info)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
+from quire.services.router.metrics.metrics import TenantCounts
 from quire.services.router.workers.load import load_of
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
@@ -35,19 +37,38 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     """Serves ``AdminService`` over the workers that the router knows.
 
     Args:
+        tenants: what each tenant has asked of the router, by name.
+        metrics_address: host:port of the router's metrics.
         launcher_address: host:port of the process that scales workers; None: there is none.
     """
 
-    def __init__(self, workers: WorkerSet, roles: Roles, launcher_address: str | None = None) -> None:
+    def __init__(
+        self,
+        workers: WorkerSet,
+        roles: Roles,
+        tenants: Mapping[str, TenantCounts],
+        metrics_address: str,
+        launcher_address: str | None = None,
+    ) -> None:
         self._workers = workers
         self._roles = roles
+        self._tenants = tenants
+        self._metrics_address = metrics_address
         self._launcher_address = launcher_address
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
-        """Return the status of every worker; a worker that does not answer has no load."""
+        """Return the status of every worker and tenant; a worker that does not answer has no load."""
         workers = sorted(self._workers.all(), key=lambda worker: (worker.role, worker.worker_id))
         statuses = await asyncio.gather(*map(_status, workers))
-        return pb.ListWorkersResponse(workers=statuses, elastic_roles=self._roles.status())
+        tenants = [
+            pb.TenantStatus(name=name, **asdict(counts)) for name, counts in sorted(self._tenants.items())
+        ]
+        return pb.ListWorkersResponse(
+            workers=statuses,
+            elastic_roles=self._roles.status(),
+            metrics_address=self._metrics_address,
+            tenants=tenants,
+        )
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Any) -> pb.DrainWorkerResponse:
         """Start a worker's draining, or end it with ``undo``.
@@ -168,14 +189,19 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
 @asynccontextmanager
 async def admin_server(
-    workers: WorkerSet, roles: Roles, port: int, launcher_address: str | None
+    workers: WorkerSet,
+    roles: Roles,
+    tenants: Mapping[str, TenantCounts],
+    metrics_address: str,
+    port: int,
+    launcher_address: str | None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve the admin calls on the loopback until the context ends.
 
     Raises:
         OSError: the port cannot be bound.
     """
-    servicer = AdminServicer(workers, roles, launcher_address)
+    servicer = AdminServicer(workers, roles, tenants, metrics_address, launcher_address)
     service = Service(pb_grpc.add_AdminServiceServicer_to_server, servicer, SERVICE_NAME)
     async with grpc_server([service], host="127.0.0.1", port=port, registry=CollectorRegistry()) as server:
         await server.ready()
@@ -190,7 +216,14 @@ async def _status(worker: Worker) -> pb.WorkerStatus:
         is_draining=worker.health.is_draining,
         num_requests=worker.num_requests,
         load=await _load(worker),
+        model=worker.info.model,
+        metrics_address=_metrics_address(worker),
     )
+
+
+def _metrics_address(worker: Worker) -> str:
+    host, port = worker.address.rpartition(":")[0], worker.info.metrics_port
+    return f"{host}:{port}" if port else ""
 
 
 async def _load(worker: Worker) -> pb.WorkerLoad | None:

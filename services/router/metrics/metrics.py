@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,12 +49,25 @@ class TokenTimes:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class TenantCounts:
+    """What a tenant has asked of this router."""
+
+    num_requests: int = 0
+    """Requests that have been admitted and have not finished."""
+    num_waiting: int = 0
+    """Of these, requests that wait for a place within the tenant's limit."""
+    num_tokens: int = 0
+    """Tokens of its prompts and answers since the router started."""
+
+
 class RouterMetrics:
     """The router's metrics, registered in the given registry."""
 
     def __init__(self, registry: CollectorRegistry, slo: SloTargets | None = None) -> None:
         self.registry = registry
         self.token_times = TokenTimes()
+        self.tenants: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
         self.phases = PhaseMetrics(registry, ROUTER_PHASES)
         self.slo = SloMetrics(registry, slo or SloTargets())
         self.requests_running = Gauge(

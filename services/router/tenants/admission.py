@@ -75,6 +75,8 @@ class Admission:
             raise limit_reached(self._max_requests, "requests are under way", "OVERLOADED")
         self._num_answers += answers.number
         self._metrics.requests_running.inc()
+        counts = self._metrics.tenants[tenant.name]
+        counts.num_requests += 1
         try:
             # A tenant in debt is refused here, before its prompt is tokenized.
             allowance = await self._tenant_limits.allowance(tenant)
@@ -83,6 +85,7 @@ class Admission:
         finally:
             self._num_answers -= answers.number
             self._metrics.requests_running.dec()
+            counts.num_requests -= 1
 
     def _limit(self, tenant: Tenant) -> int:
         """Return the maximum number of a tenant's answers that can ever run at the same time."""

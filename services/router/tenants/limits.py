@@ -35,7 +35,7 @@ class Allowance:
     Args:
         bucket: this router's usage; None: the tenant has no limit.
         usage: the usage on all routers, which decides while it is known; None: there is only this router's.
-        metrics: counts refused requests.
+        metrics: counts the tokens, and refused requests.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Allowance:
         self._bucket = bucket
         self._usage = usage
         self._metrics = metrics
+        self._counts = metrics.tenants[tenant.name]
 
     async def spend_prompt(self, num_tokens: int) -> None:
         """Charge a prompt, and the already received part of answers, before they are computed.
@@ -52,26 +53,30 @@ class Allowance:
         Raises:
             ResourceExhausted: the tenant has too few tokens left; ``retry_after_seconds`` is exact.
         """
-        if self._bucket is None:
-            return
+        if self._bucket is not None:
+            await self._take(self._bucket, num_tokens)
+        self._counts.num_tokens += num_tokens
+
+    async def _take(self, bucket: TokenBucket, num_tokens: int) -> None:
         seconds = None
         if self._usage is not None:
             seconds = await self._usage.take_tokens(self._tenant, num_tokens)
         if seconds is None:
-            seconds = self._bucket.wait_seconds(num_tokens)
+            seconds = bucket.wait_seconds(num_tokens)
         if seconds:
             self._metrics.rejections.labels("tenant_tokens").inc()
-            limit = self._bucket.tokens_per_minute
+            limit = bucket.tokens_per_minute
             raise ResourceExhausted(
                 f"the limit of {limit} tokens a minute is reached; try again in {seconds:.1f} s",
                 reason="TOKEN_RATE",
                 metadata={"tenant": self._tenant.name, "limit": str(limit)},
                 retry_after_seconds=seconds,
             )
-        self._bucket.spend(num_tokens)
+        bucket.spend(num_tokens)
 
     def spend(self, num_tokens: int) -> None:
         """Charge generated tokens; the tenant may go into debt."""
+        self._counts.num_tokens += num_tokens
         if self._bucket is not None:
             self._bucket.spend(num_tokens)
             if self._usage is not None:
@@ -125,7 +130,9 @@ class TenantLimits:
             places = self._places_here(tenant, num_places, within_deadline)
         else:
             places = _places_everywhere(self._usage.places(tenant), num_places, within_deadline)
+        counts = self._metrics.tenants[tenant.name]
         async with AsyncExitStack() as stack:
+            counts.num_waiting += 1
             try:
                 await stack.enter_async_context(places)
             except PlacesRefusedError:
@@ -137,6 +144,8 @@ class TenantLimits:
                     f"the request's deadline passed while {tenant.max_requests} others of its tenant were "
                     "running"
                 ) from None
+            finally:
+                counts.num_waiting -= 1
             yield
 
     @asynccontextmanager

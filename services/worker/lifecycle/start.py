@@ -27,6 +27,7 @@ class Start:
         publisher: publishes the worker and its blocks in Redis; None: no router finds the worker by itself.
         events: publishes the blocks to gateways; None: that was not asked for.
         address: host:port at which others reach the worker, once the server is bound.
+        metrics_port: port of the worker's metrics, once it is bound.
         failure: gets the error of an engine that fails or is given up.
         stack: undoes the steps in reverse order.
     """
@@ -39,6 +40,7 @@ class Start:
     events: BlockPublisher | None
     tls: ClusterTls | None
     address: asyncio.Future[str]
+    metrics_port: asyncio.Future[int]
     failure: asyncio.Future[EngineStoppedError]
     state: WorkerState
     stack: AsyncExitStack
@@ -56,6 +58,7 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         events=open_events(config, identity, stack),
         tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
+        metrics_port=loop.create_future(),
         failure=loop.create_future(),
         state=WorkerState(config.role),
         stack=stack,

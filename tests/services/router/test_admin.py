@@ -29,6 +29,18 @@ async def test_workers_are_listed_with_or_without_a_known_load(pair: Any) -> Non
     assert {w.load for w in workers} == {None}
 
 
+async def test_the_status_has_the_tenants_and_the_metrics_of_the_router(pair: Any) -> None:
+    stub = await pair.start()
+    await stub.Generate(inference_pb.GenerateRequest(generation=inference_pb.Generation(text="say")))
+    with AdminClient(pair.running.admin_address) as admin:
+        status = await asyncio.to_thread(admin.status)
+    [tenant] = status.tenants
+    assert (tenant.name, tenant.num_requests, tenant.num_waiting) == ("", 0, 0)
+    assert tenant.num_tokens > 0
+    assert status.metrics_address == f"127.0.0.1:{pair.running.metrics_port}"
+    assert {each.metrics_address for each in status.workers} == {""}
+
+
 async def test_an_unknown_worker_is_named(pair: Any) -> None:
     await pair.start()
     with AdminClient(pair.running.admin_address) as admin, pytest.raises(NotFound, match="d1, d2, p1, p2"):

@@ -13,15 +13,33 @@ from prometheus_client import CollectorRegistry
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from quire.services.requests.validation import Answers, answers_of
-from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.metrics.metrics import RouterMetrics, TenantCounts
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.until import until
 
 SOON = 60.0
 
 
 def make_admission(max_requests: int = 100, clock: Callable[[], float] = time.monotonic) -> Admission:
     return Admission(max_requests, RouterMetrics(CollectorRegistry()), clock)
+
+
+async def test_each_tenants_requests_and_tokens_are_counted() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    admission, deadline = Admission(100, metrics, time.monotonic), time.monotonic() + SOON
+    tenant = Tenant("a", max_requests=1, max_waiting=1, tokens_per_minute=10)
+    async with admission.admitted(tenant, deadline) as allowance, admission.admitted(Tenant(), deadline):
+        second = asyncio.create_task(admission.admitted(tenant, deadline).__aenter__())
+        await until(lambda: metrics.tenants["a"].num_waiting)
+        await allowance.spend_prompt(7)
+        with pytest.raises(ResourceExhausted):
+            await allowance.spend_prompt(4)  # refused, so not counted
+        allowance.spend(2)
+        assert metrics.tenants == {"a": TenantCounts(2, 1, 9), "": TenantCounts(1, 0, 0)}
+        second.cancel()
+        await asyncio.wait([second])
+    assert metrics.tenants == {"a": TenantCounts(0, 0, 9), "": TenantCounts(0, 0, 0)}
 
 
 async def test_all_tenants_together_have_a_limit() -> None:

@@ -144,7 +144,7 @@ async def test_the_operator_gets_an_error_that_the_worker_has_left(
 ) -> None:
     servicer, worker, workers = silent
     request = admin_pb2.ClearWorkerCachesRequest()
-    clearing = asyncio.create_task(AdminServicer(workers, Mock()).ClearWorkerCaches(request, None))
+    clearing = asyncio.create_task(AdminServicer(workers, Mock(), {}, "").ClearWorkerCaches(request, None))
     await servicer.begun.wait()
     await close(worker.connection)
     with pytest.raises(Unavailable, match="worker silent has left"):
