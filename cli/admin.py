@@ -30,7 +30,8 @@ class AdminConnection:
 
 
 @contextmanager
-def _router(connection: AdminConnection) -> Iterator[AdminClient]:
+def connected(connection: AdminConnection) -> Iterator[AdminClient]:
+    """Yield a client of the router's admin port; end the command with a message if a call fails."""
     from quire.client import QuireError, Unavailable, Unsupported
     from quire.client.admin import AdminClient
 
@@ -56,7 +57,7 @@ def _router(connection: AdminConnection) -> Iterator[AdminClient]:
 @spread
 def workers(*, connection: AdminConnection) -> None:
     """List the workers with their state, running and waiting requests, and used, cached and free blocks."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         found, elastic_roles = router.workers(), router.elastic_roles()
     rows: list[tuple[str, ...]] = [
         ("WORKER", "ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "USED", "CACHED", "FREE")
@@ -87,7 +88,7 @@ def drain(
     connection: AdminConnection,
 ) -> None:
     """Send no new requests to a worker; its running requests go on. Other routers follow in milliseconds."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         router.drain(worker_id, undo=undo)
     typer.echo(f"{worker_id} {'serves again' if undo else 'drains'}")
 
@@ -101,7 +102,7 @@ def scale(
 ) -> None:
     """Start or end workers of `quire serve`; those that end pass their running requests on."""
     requested = dict(map(_role_and_number, numbers))
-    with _router(connection) as router:
+    with connected(connection) as router:
         scaled = router.scale(requested)
     for name in scaled.started:
         typer.echo(f"{name} serves")
@@ -127,7 +128,7 @@ def role(
     connection: AdminConnection,
 ) -> None:
     """Change the role of a worker, which keeps its cache and its running requests."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         router.change_role(worker_id, role)
     typer.echo(f"{worker_id} is a {role} worker now")
 
@@ -140,7 +141,7 @@ def clear_cache(
     connection: AdminConnection,
 ) -> None:
     """Forget cached KV blocks that no request uses: in the pool, in host memory and on disk."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         cleared = router.clear_caches(worker_ids or ())
     for worker_id, num_blocks in sorted(cleared.items()):
         typer.echo(f"{worker_id}: {num_blocks} blocks")
@@ -155,7 +156,7 @@ def add_adapter(
     connection: AdminConnection,
 ) -> None:
     """Load an adapter (LoRA) on every worker; running requests keep the weights that they began with."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         digest = router.add_adapter(name, path)
     typer.echo(f"{name} is served, with the digest {digest}")
 
@@ -166,7 +167,7 @@ def remove_adapter(
     *, name: Annotated[str, typer.Argument(help="Its name.")], connection: AdminConnection
 ) -> None:
     """Unload an adapter on every worker; the requests that use it go on."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         router.remove_adapter(name)
     typer.echo(f"{name} is served no more")
 
@@ -181,6 +182,6 @@ def log_level(
     connection: AdminConnection,
 ) -> None:
     """Change the log level of the router and its workers."""
-    with _router(connection) as router:
+    with connected(connection) as router:
         changed = router.change_log_level(level)
     typer.echo(f"the router and {', '.join(changed) or 'no worker'} log {level}")

@@ -12,6 +12,7 @@ from quire.cli.chat import chat
 from quire.cli.generate import generate
 from quire.cli.health import health
 from quire.cli.simulate import simulate
+from quire.cli.top.command import top
 
 SERVE, OPERATE, USE, MEASURE = "Serve", "Operate", "Use", "Measure"
 SETTINGS = (
@@ -59,6 +60,7 @@ def make_app() -> typer.Typer:
     app.add_typer(doctor.app, name="doctor", rich_help_panel=OPERATE)
     app.add_typer(keys.app, name="keys", rich_help_panel=OPERATE)
     app.add_typer(admin.app, name="admin", rich_help_panel=OPERATE)
+    app.command(rich_help_panel=OPERATE)(top)
     app.command(rich_help_panel=USE)(generate)
     app.command(rich_help_panel=USE)(chat)
     app.command(rich_help_panel=USE)(health)

@@ -14,7 +14,7 @@ from typer.testing import Result
 
 Quire = Callable[..., Result]
 
-VERBS = ["serve", "router", "prefill", "decode", "doctor", "keys", "admin"]
+VERBS = ["serve", "router", "prefill", "decode", "doctor", "keys", "admin", "top"]
 VERBS += ["generate", "chat", "health", "bench", "simulate", "version"]
 
 
