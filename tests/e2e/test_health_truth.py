@@ -30,21 +30,20 @@ LONG_PROMPT, NUM_TOKENS = 400, 200
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 READY = {"status": "ready", "reason": ""}
 BLOCKABLE = """
-import signal, sys, threading
-moves = threading.Event()
+import signal, sys
 
-def block(*_):
-    moves.clear()
-    moves.wait()
-
-signal.signal(signal.SIGHUP, block)
-signal.signal(signal.SIGUSR2, lambda *_: moves.set())
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+signal.signal(signal.SIGHUP, lambda *_: signal.sigwait([signal.SIGUSR2]))
 """
-"""SIGHUP blocks the main thread, with its event loop, until SIGUSR2."""
+"""SIGHUP blocks the main thread, with its event loop, until SIGUSR2.
+
+All threads block SIGUSR2, so that it stays pending until the main thread takes it. A handler might never run:
+the kernel may give the signal to another thread, and then nothing wakes the main one.
+"""
 WORKER = (
     BLOCKABLE
     + """
-import time
+import threading, time
 forward, may_step = ModelRunner.forward, threading.Event()
 may_step.set()
 settings["redis_url"], prompt_length, prompt_seconds = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
