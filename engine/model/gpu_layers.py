@@ -8,44 +8,36 @@ inputs, and used only if the results agree.
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
+from quire.engine.model.row_layers import ACTIVATIONS, TOLERANCES, find_rms_norm
+from quire.kernels.cpu.rows import Activation, Norm
 from quire.kernels.triton import rows
 from quire.kernels.triton.rows import GatedKind
 
-_KINDS: dict[str, GatedKind] = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-}
-"""The kernel's name of the activation functions of a class."""
+_KINDS: dict[Activation | None, GatedKind] = {Activation.SILU: "silu", Activation.GELU_TANH: "gelu_tanh"}
+"""The kernel's names of activation functions."""
 _ROTATE = "apply_rotary_pos_emb"
 """Name of the function with which the attention modules of transformers rotate queries and keys."""
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest difference from the replaced module, relative to the largest value."""
-
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RmsNorm(torch.nn.Module):
     """A norm by the root mean square, as one kernel."""
 
-    def __init__(self, weight: torch.Tensor, shift: float, epsilon: float, *, rounds_first: bool) -> None:
+    def __init__(self, weight: torch.Tensor, shift: float, epsilon: float, kind: Norm) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.float() + shift, requires_grad=False)
         self.epsilon = epsilon
-        self.rounds_first = rounds_first
+        self.kind = kind
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalize each row of ``[..., length]``."""
-        return rows.rms_norm(inputs, self.weight, self.epsilon, rounds_first=self.rounds_first)
+        return rows.rms_norm(inputs, self.weight, self.epsilon, rounds_first=self.kind == Norm.RMS)
 
 
 class GatedMlp(torch.nn.Module):
@@ -70,36 +62,15 @@ def fuse_layers(model: torch.nn.Module) -> None:
     for parent in list(model.modules()):
         _fuse_rotation(parent)
         for name, child in list(parent.named_children()):
-            fused = _rms_norm(child) or _gated_mlp(child)
+            fused = find_rms_norm(child, RmsNorm) or _gated_mlp(child)
             if fused is not None:
                 setattr(parent, name, fused)
-
-
-def _rms_norm(module: torch.nn.Module) -> RmsNorm | None:
-    """Return a norm that is equivalent to a module; None if there is none."""
-    weight = getattr(module, "weight", None)
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.nn.Parameter):
-        return None
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    takes_one_input = len(inspect.signature(module.forward).parameters) == 1
-    if epsilon is None or not takes_one_input or weight.dim() != 1 or not rows.can_normalize(len(weight)):
-        return None
-    # Models differ in whether they round before they multiply by the weight, and in whether the weight is
-    # stored as its difference from 1.
-    candidates = [
-        RmsNorm(weight, shift, epsilon, rounds_first=rounds_first)
-        for shift in (0.0, 1.0)
-        for rounds_first in (True, False)
-    ]
-    errors = [_error(candidate, module, weight) for candidate in candidates]
-    best = min(range(len(candidates)), key=errors.__getitem__)
-    return candidates[best] if errors[best] <= _TOLERANCE[weight.dtype] else None
 
 
 def _gated_mlp(module: torch.nn.Module) -> GatedMlp | None:
     """Return a gated MLP that is equivalent to a module; None if there is none."""
     activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    kind = _KINDS.get(type(activation).__name__)
+    kind = _KINDS.get(ACTIVATIONS.get(type(activation).__name__))
     down: Any = getattr(module, "down_proj", None)
     merged: Any = getattr(module, "gate_up_proj", None)
     pair: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj")]
@@ -112,7 +83,9 @@ def _gated_mlp(module: torch.nn.Module) -> GatedMlp | None:
         return None
     bias = None if biases[0] is None else torch.cat(biases)
     fused = GatedMlp(weight, bias, kind, down)
-    return fused if _error(fused, module, weight) <= _TOLERANCE[weight.dtype] else None
+    inputs = _random((8, weight.shape[1]), weight)
+    with torch.inference_mode():
+        return fused if _is_close(fused(inputs), module(inputs)) else None
 
 
 def _fuse_rotation(module: torch.nn.Module) -> None:
@@ -165,20 +138,14 @@ def _rotates_alike(original: Rotate, weight: torch.Tensor) -> bool:
         got = _rotate_or(original)(query, key, cosines, sines)
     except (TypeError, ValueError, RuntimeError):
         return False  # its arguments are others
-    return all(_distance(*pair) <= _TOLERANCE[weight.dtype] for pair in zip(got, expected, strict=True))
+    return all(_is_close(*pair) for pair in zip(got, expected, strict=True))
 
 
-def _error(fused: torch.nn.Module, module: torch.nn.Module, weight: torch.Tensor) -> float:
-    """Return the largest difference of two modules' results, relative to the largest result."""
-    inputs = _random((8, weight.shape[-1]), weight)
-    with torch.inference_mode():
-        return _distance(fused(inputs), module(inputs))
-
-
-def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+def _is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        return math.inf
-    return float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
+        return False
+    difference = (got.float() - expected.float()).abs().max()
+    return bool(difference <= TOLERANCES[expected.dtype] * expected.float().abs().max())
 
 
 def _random(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from functools import wraps
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -34,7 +34,7 @@ _STRIDE_BYTES = 128
 
 _KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
 
-_KERNELS = {
+ACTIVATIONS = {
     "SiLUActivation": Activation.SILU,
     "SiLU": Activation.SILU,
     "GELUTanh": Activation.GELU_TANH,
@@ -59,8 +59,9 @@ _FUNCTIONS = {
 _NAMES = {"linear", *(function.__name__ for function in _FUNCTIONS)}
 _CONVERSIONS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_RMS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Largest error of a kernel's norm, relative to the largest value."""
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Largest difference of a layer from the one that it replaces, relative to the largest value."""
+AnyNorm = TypeVar("AnyNorm", bound=torch.nn.Module)
 
 
 class KernelActivation(torch.nn.Module):
@@ -228,45 +229,53 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if (norm := _row_norm(child)) is not None:
                 setattr(parent, name, norm)
-            elif type(child).__name__ in _KERNELS and type(child) in _KINDS:
-                setattr(parent, name, KernelActivation(_KERNELS[type(child).__name__]))
+            elif type(child).__name__ in ACTIVATIONS and type(child) in _KINDS:
+                setattr(parent, name, KernelActivation(ACTIVATIONS[type(child).__name__]))
             elif type(child) in _KINDS:
                 setattr(parent, name, RowActivation(child))
 
 
 def _row_norm(module: torch.nn.Module) -> RowNorm | None:
     """Return the kernel's norm that is equivalent to a module; None if there is none."""
-    weight = getattr(module, "weight", None)
     if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
         length = module.normalized_shape[0]
         ones = torch.ones(length) if module.weight is None else module.weight
         zeros = torch.zeros(length) if module.bias is None else module.bias
         return RowNorm(Norm.LAYER, ones, ones, zeros, module.eps)
+    return find_rms_norm(module, _rms_norm)
+
+
+def _rms_norm(weight: torch.Tensor, shift: float, epsilon: float, kind: Norm) -> RowNorm:
+    return RowNorm(kind, weight, weight.float() + shift, None, epsilon)
+
+
+def find_rms_norm(
+    module: torch.nn.Module, make: Callable[[torch.Tensor, float, float, Norm], AnyNorm]
+) -> AnyNorm | None:
+    """Return the RMS norm that agrees best with a module; None if the module is none, or if none agrees.
+
+    Models differ in whether they round before they multiply by the weight, and in whether the weight is
+    stored as its difference from 1.
+
+    Args:
+        make: makes a norm of a weight, what is added to it, epsilon, and ``Norm.RMS`` or ``RMS_IN_FLOAT32``.
+    """
+    weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.nn.Parameter):
         return None
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     takes_one_input = len(inspect.signature(module.forward).parameters) == 1
     if epsilon is None or not takes_one_input or weight.dim() != 1 or weight.dtype not in _DTYPES:
         return None
-    return _like_rms_norm(module, weight, epsilon)
-
-
-def _like_rms_norm(module: torch.nn.Module, weight: torch.Tensor, epsilon: float) -> RowNorm | None:
-    """Return the RMS norm that agrees best with a module; None if none agrees.
-
-    Models differ in whether they round before they multiply by the weight, and in whether the weight is
-    stored as its difference from 1.
-    """
     generator = torch.Generator().manual_seed(1)
-    inputs = (torch.randn((8, len(weight)), generator=generator) * 3).to(weight.dtype)
+    inputs = (torch.randn((8, len(weight)), generator=generator) * 3).to(weight.device, weight.dtype)
     with torch.inference_mode():
         expected = module(inputs).float()
         errors = {}
         for kind in (Norm.RMS, Norm.RMS_IN_FLOAT32):
             for shift in (0.0, 1.0):
-                norm = RowNorm(kind, weight, weight.float() + shift, None, epsilon)
+                norm = make(weight, shift, epsilon, kind)
                 errors[norm] = float((norm(inputs).float() - expected).abs().sum())
-    best = min(errors, key=lambda norm: errors[norm])
-    difference = (best(inputs).float() - expected).abs().max()
-    is_alike = difference <= _RMS_TOLERANCE[weight.dtype] * expected.abs().max()
-    return best if is_alike else None
+        best = min(errors, key=lambda norm: errors[norm])
+        difference = (best(inputs).float() - expected).abs().max()
+    return best if difference <= TOLERANCES[weight.dtype] * expected.abs().max() else None

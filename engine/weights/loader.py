@@ -140,8 +140,7 @@ def load_model(
             module, digest, plan = _load_whole(folder, config, dtype, device, weight_dtype, arithmetic)
         else:
             module, digest, plan = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
-    own_attention.connect(module)
-    max_position_embeddings = most_positions(text_config) - pass_positions(module)
+    max_position_embeddings = _connect(module, text_config)
     heads = _checked_heads(module, config, max_position_embeddings)
     recipe = None
     if device.type == "cpu":
@@ -164,6 +163,12 @@ def load_model(
         collectives=collectives,
         own_kv_heads=own_kv_heads,
     )
+
+
+def _connect(module: PreTrainedModel, text_config: Any) -> int:
+    """Connect a model's attention and positions to the steps; return how many positions it has."""
+    own_attention.connect(module)
+    return most_positions(text_config) - pass_positions(module)
 
 
 def _check_weight_dtype(weight_dtype: str, device: torch.device) -> None:

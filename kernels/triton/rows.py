@@ -11,15 +11,8 @@ from quire.kernels.triton.row_kernels import gated_activation_kernel, rms_norm_k
 
 GatedKind = Literal["silu", "gelu_tanh"]
 
-_MAX_LENGTH = 1 << 14
-"""Most values of a row, which one program holds in registers."""
 _COLUMNS_PER_PROGRAM = 1024
 _VALUES_PER_PROGRAM = 4096
-
-
-def can_normalize(length: int) -> bool:
-    """Return whether a row of this length fits into one program."""
-    return length <= _MAX_LENGTH
 
 
 def rms_norm(

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,16 +175,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
         metrics_port = stack.enter_context(
             metrics_server(metrics.registry, Probes(server, lag), config.host, config.metrics_port)
         )
-        admin = await stack.enter_async_context(
-            admin_server(
-                workers,
-                roles,
-                metrics.tenants,
-                f"{config.host}:{metrics_port}",
-                config.chosen_admin_port,
-                config.launcher_address,
-            )
-        )
+        admin = await stack.enter_async_context(_admin_server(config, workers, roles, metrics, metrics_port))
         http = None
         if config.http_port is not None:
             http = await stack.enter_async_context(public_http_server(config, servicer, metrics, memory))
@@ -228,6 +219,14 @@ def _worker_set(config: RouterConfig, sources: Sources, tls: ClusterTls | None) 
         silent_seconds=config.silent_seconds,
         trust=ClusterTrust(config.cluster_secret, has_tls=tls is not None),
     )
+
+
+def _admin_server(
+    config: RouterConfig, workers: WorkerSet, roles: Roles, metrics: RouterMetrics, metrics_port: int
+) -> AbstractAsyncContextManager[GrpcServer]:
+    metrics_address = f"{config.host}:{metrics_port}"
+    port, launcher = config.chosen_admin_port, config.launcher_address
+    return admin_server(workers, roles, metrics.tenants, metrics_address, port, launcher)
 
 
 def _roles(
