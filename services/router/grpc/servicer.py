@@ -203,7 +203,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 cluster = await self.joined_cluster(deadline)
                 request = await validate(generation, cluster.model)
                 tenant.check_may_use(generation.model or cluster.model.name)
-                (checked or PromptLogprobs().add)(request)
+                (checked or PromptLogprobs().add_request)(request)
                 await allowance.spend_prompt(request.num_input_tokens)
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(request.num_input_tokens)

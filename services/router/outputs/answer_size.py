@@ -19,14 +19,17 @@ def check_answer_size(generations: Sequence[pb.Generation], max_model_len: int) 
     """Refuse generations whose answers of maximum length would be too large for one message.
 
     Only logprobs can make an answer that large. If ``max_tokens`` is absent, nothing is refused here, because
-    the answer may be much shorter than its limit; ``all_of`` then checks the actual size.
+    the answer may be much shorter than its limit; ``all_of`` then checks the actual size. Prompts of token
+    ids are counted here too, so that none of them is computed in vain.
 
     Raises:
         InvalidArgument: the answers could become too large; the error names the field.
     """
-    num_bytes = 0
+    num_bytes, prompts = 0, PromptLogprobs()
     for generation in generations:
         num_answers, options = max(generation.sampling.n, 1), generation.response
+        if options.HasField("prompt_logprobs"):
+            prompts.add(len(generation.token_ids.ids), options.prompt_logprobs)
         if options.HasField("logprobs"):
             max_tokens = min(generation.stopping.max_tokens, max_model_len)
             num_bytes += num_answers * max_tokens * _token_bytes(options.logprobs)
@@ -44,16 +47,18 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self._num_tokens = 0
 
-    def add(self, request: ValidRequest) -> None:
-        """Add a request's prompt; this is done before the prompt is computed.
+    def add_request(self, request: ValidRequest) -> None:
+        """Add a request's prompt before it is computed, as ``add`` does."""
+        if request.response.prompt_logprobs is not None:
+            self.add(len(request.prompt_token_ids), request.response.prompt_logprobs)
+
+    def add(self, num_tokens: int, num_logprobs: int) -> None:
+        """Add a prompt of so many tokens, each with so many logprobs.
 
         Raises:
             InvalidArgument: the logprobs are too large; the error names the field.
         """
-        num_logprobs = request.response.prompt_logprobs
-        if num_logprobs is None:
-            return
-        self._num_tokens += len(request.prompt_token_ids)
+        self._num_tokens += num_tokens
         num_bytes = self._num_tokens * _token_bytes(num_logprobs)
         if num_bytes > MAX_ANSWER_BYTES:
             raise InvalidArgument(

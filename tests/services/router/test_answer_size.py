@@ -106,16 +106,16 @@ async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
 
 def test_a_long_prompts_logprobs_are_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"response\.prompt_logprobs: those of 100000 tokens"):
-        PromptLogprobs().add(prompt(100_000, 20))
-    PromptLogprobs().add(prompt(100_000, None))
-    PromptLogprobs().add(prompt(10_000, 20))
+        PromptLogprobs().add_request(prompt(100_000, 20))
+    PromptLogprobs().add_request(prompt(100_000, None))
+    PromptLogprobs().add_request(prompt(10_000, 20))
 
 
 def test_the_logprobs_of_all_prompts_of_one_message_are_added_up() -> None:
     sizes = PromptLogprobs()
     for _ in range(2):
-        sizes.add(prompt(30_000, 20))
+        sizes.add_request(prompt(30_000, 20))
     with pytest.raises(InvalidArgument, match="those of 90000 tokens"):
-        sizes.add(prompt(30_000, 20))
+        sizes.add_request(prompt(30_000, 20))
     with pytest.raises(InvalidArgument, match="stream the answer"):
         check_answer_size([generation(max_tokens=2000, logprobs=20)] * 64, 4096)

@@ -12,6 +12,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
+from quire.rpc.errors import InvalidArgument
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.grpc.servicer import GenerationServicer
@@ -115,19 +116,23 @@ def answering(
 
         def checked(valid: ValidRequest) -> None:
             # The events of a stream have the logprobs of one prompt each.
-            (PromptLogprobs() if body.stream else sizes).add(valid)
+            (PromptLogprobs() if body.stream else sizes).add_request(valid)
             if valid.is_clamped:
                 request[MAX_TOKENS] = min(
                     valid.params.max_tokens, request.get(MAX_TOKENS, model.max_model_len)
                 )
 
-        messages = run(servicer, tenant, generations, headers, writer.names(), checked)
+        names = writer.names()
+        messages = run(servicer, tenant, generations, headers, names, checked)
         if body.stream:
             events, failed = encoded(writer.events(messages), writer.end_of_stream), writer.failed
             if last is None and writer.resumes != "always":
                 return await send_events(request, events, failed)
             return await request.app[ANSWERS].begin(request, events, failed, has_ids=last is not None)
-        check_answer_size(generations, model.max_model_len)
+        try:
+            check_answer_size(generations, model.max_model_len)
+        except InvalidArgument as error:
+            raise error.renamed(names[0]) from error
         async with aclosing(messages):
             received = await all_of(messages)
         options = [each.response for each in generations]
