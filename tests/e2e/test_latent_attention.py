@@ -1,16 +1,13 @@
-"""Rows of latents are pushed, pulled and kept in tiers as all blocks are."""
+"""Rows of latents are pushed and pulled as all blocks are; ``test_tiers`` keeps them in tiers."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from quire.services.worker.config import DiskFolder
 from tests.testing.decodes import make_sequence, prefill, pull_source
-from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 MODEL = "glm4_moe_lite"
-BLOCK_BYTES = 3 * 16 * (128 + 16) * 4
 LENGTH, NUM_NEW, NUM_FULL = 330, 64, 20
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_NEW}
 
@@ -29,28 +26,3 @@ async def test_a_prompt_moves_between_workers(start_stack: StartStack, expected:
                 assert list(answer.token_ids) == expected(MODEL, prompt)
                 assert answer.usage.blocks_shipped == -(-len(prompt) // 16)
             await wait_until_idle(workers)
-
-
-async def test_the_same_tokens_from_every_tier(
-    start_stack: StartStack, expected: Any, tmp_path: Path
-) -> None:
-    settings = {
-        "num_blocks": 26,
-        "max_num_seqs": 4,
-        "host_cache_bytes": 40 * BLOCK_BYTES,
-        "disk_cache": DiskFolder(str(tmp_path), 400 * (BLOCK_BYTES + 32)),
-    }
-    prompts = [make_prompt(LENGTH, seed=60 + index) for index in range(4)]
-    with start_stack(MODEL, **settings) as stack:
-        async with connect(stack) as (client, workers):
-            for number, prompt in enumerate([prompts[0], *prompts, *prompts]):
-                answer = await client.generate(prompt, **GREEDY)
-                assert list(answer.token_ids) == expected(MODEL, prompt)
-                is_first = number in (0, 2, 3, 4)
-                assert answer.usage.cached_prompt_tokens == (0 if is_first else NUM_FULL * 16)
-                await wait_until_idle(workers)
-            hits = {
-                tier: metric(stack, "prefill-0", "quire_cache_tier_hits_total", tier=tier)
-                for tier in ("host", "disk")
-            }
-            assert hits["disk"] >= NUM_FULL

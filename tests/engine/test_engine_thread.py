@@ -127,15 +127,21 @@ async def test_a_disk_read_wakes_an_engine_that_rests(
     disk.close()
 
 
-async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) -> None:
-    thread = EngineThread(engine)
-    thread.start()
+async def one_waits(thread: EngineThread) -> asyncio.Task[bool]:
+    """Accept two transfers; the blocks suffice for the first one. Return the wait of the second one."""
     for name in ("first", "second"):
         await thread.call(accept(prompt(name, 2, 24)))
     assert await thread.call_back(reserve("first"))
     second = asyncio.create_task(thread.call_back(reserve("second")))
     await asyncio.sleep(0)  # it has posted its command
     assert await thread.call(lambda e: e.transfers.num_waiting) == 1
+    return second
+
+
+async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) -> None:
+    thread = EngineThread(engine)
+    thread.start()
+    second = await one_waits(thread)
     await thread.call(lambda e: e.abort("second"))
     assert await asyncio.wait_for(second, SECONDS) is False
     await thread.stop()
@@ -146,12 +152,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: 
     thread = EngineThread(engine, on_failure=failures.append)
     thread.start()
     updates = subscribed(thread, "first")
-    for name in ("first", "second"):
-        await thread.call(accept(prompt(name, 2, 24)))
-    assert await thread.call_back(reserve("first"))
-    second = asyncio.create_task(thread.call_back(reserve("second")))
-    await asyncio.sleep(0)  # it has posted its command
-    assert await thread.call(lambda e: e.transfers.num_waiting) == 1
+    second = await one_waits(thread)
 
     def fail() -> None:
         raise RuntimeError("out of memory")

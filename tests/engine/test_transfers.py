@@ -37,6 +37,14 @@ def reserve(engine: Engine, name: str) -> list[bool]:
     return outcome
 
 
+def one_waits(engine: Engine) -> list[bool]:
+    """Accept two transfers; the blocks suffice for the first one. Return the outcome of the second one."""
+    engine.transfers.accept(prompt("first", 2, 5))
+    engine.transfers.accept(prompt("second", 3, 4))
+    assert reserve(engine, "first") == [True]
+    return reserve(engine, "second")
+
+
 def test_blocks_are_allocated_only_when_they_are_reserved(engine: Engine) -> None:
     engine.add_request(prompt("cache", 2, 3))
     run(engine)
@@ -66,10 +74,7 @@ def test_with_several_samples_this_worker_computes_the_last_prompt_token(engine:
 
 
 def test_a_transfer_gets_all_of_its_blocks_or_none(engine: Engine) -> None:
-    engine.transfers.accept(prompt("first", 2, 5))
-    engine.transfers.accept(prompt("second", 3, 4))
-    assert reserve(engine, "first") == [True]
-    outcome = reserve(engine, "second")
+    outcome = one_waits(engine)
     assert not outcome
     assert engine.transfers.num_waiting == 1
     assert engine.pool.counts.used == 5
@@ -95,10 +100,7 @@ def test_a_transfer_waits_behind_an_older_request(engine: Engine) -> None:
 
 
 def test_an_aborted_transfer_is_informed(engine: Engine) -> None:
-    engine.transfers.accept(prompt("first", 2, 5))
-    engine.transfers.accept(prompt("second", 3, 4))
-    assert reserve(engine, "first") == [True]
-    outcome = reserve(engine, "second")
+    outcome = one_waits(engine)
     engine.abort("second")
     assert outcome == [False]
     with pytest.raises(KeyError):
