@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import cache
 
 from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler, Middleware
@@ -173,10 +175,11 @@ def _application(
     app[ANSWERS] = ResumableAnswers()
     app.on_cleanup.append(app[ANSWERS].close)
     app.on_response_prepare.append(_name_answer)
-    document = openapi_document(table)
+    document = cache(lambda: json.dumps(openapi_document(table)))
 
     async def openapi(request: web.Request) -> web.Response:
-        return web.json_response(document)
+        # Most routers are never asked for it, and the event loop could not wait while pydantic writes it.
+        return web.json_response(text=await asyncio.to_thread(document))
 
     app.router.add_get("/openapi.json", openapi)
     return app
