@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from importlib import resources
 from pathlib import Path
@@ -120,11 +121,17 @@ async def test_an_answer_names_its_workers_and_counts_its_blocks(
         assert (await response.json())["pushes"] == [push]
     for worker in pair.workers.values():
         worker.pause_before_token = 0
-    stream = await client.chat.completions.create(**ASKS, stream=True)
-    async with http.get("/v1/cluster") as response:
-        view = await response.json()
+
+    async def view_with_a_push() -> Any:
+        async with http.get("/v1/cluster") as response:
+            view = await response.json()
+        return view if view["pushes"][0]["running"] else None
+
+    # A stream begins with its first token, or after 15 s.
+    asked = asyncio.create_task(client.chat.completions.create(**ASKS, stream=True))
+    view = await until(view_with_a_push)
     assert (view["requests"], view["pushes"][0]["running"]) == (1, 1)
-    await stream.close()
+    asked.cancel()
     await until(lambda: pair.running.calls.number == 0)
 
 
