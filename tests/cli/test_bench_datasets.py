@@ -116,10 +116,10 @@ def test_a_step_of_an_agent_repeats_all_before_it(bench: Any, fake_generation: F
 
 def test_agents_have_the_published_medians() -> None:
     model = ModelInfo("demo", 10**9, 256, (0, 7), 16, 1, 1)
-    config = BenchConfig(dataset=Dataset.AGENTS, num_requests=20_000, num_warmups=0)
+    config = BenchConfig(dataset=Dataset.AGENTS, num_requests=5_000, num_warmups=0)
     sessions = agent_requests(config, model)
     turns = [turn for session in sessions for turn in session.later_turns]
-    assert len(sessions) + len(turns) == 20_000
+    assert len(sessions) + len(turns) == 5_000
     assert median(len(turn.token_ids) for turn in turns) == pytest.approx(714, rel=0.1)
     assert 0.3 < median(turn.pause_seconds for turn in turns) < 0.9
     assert 8 < median(1 + len(session.later_turns) for session in sessions) < 24
