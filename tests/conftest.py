@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import ssl
@@ -46,6 +47,12 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}
 <|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def pytest_collection_finish() -> None:
+    """Spare garbage collection the modules and tests: a pass over all of them takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
