@@ -103,6 +103,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "huge is none of tiny, 7m, 100m, 1b" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_quire_beside_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,18 @@ from quire.engine.weights.loader import LoadedModel, load_model
 torch.set_num_threads(1)
 
 
+FAST = {"architecture": "llama", "dtype": "float32", "weight_dtype": "auto", "kv_cache_dtype": "auto"}
+"""The parameters of the model that ./test fast runs."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests of other models as slow, since kernels are compiled for each."""
+    callspec = getattr(item, "callspec", None)
+    params = {} if callspec is None else callspec.params
+    if any(isinstance(value, str) and FAST.get(name, value) != value for name, value in params.items()):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def load(tiny_model: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
     """Return a function that loads an architecture's tiny model, once, in float32 on the CPU."""

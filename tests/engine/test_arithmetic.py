@@ -55,18 +55,22 @@ def pin(model: Path, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sums", "case"), [(sums, case) for sums in SUMS for case in PINS[sums.name]], ids=str
+    ("sums", "architecture", "dtype", "weight_dtype"),
+    [(sums, *case) for sums in SUMS for case in PINS[sums.name]],
+    ids=str,
 )
 def test_kernels_compute_the_bits_of_their_name(
     tiny_model: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sums: Sums,
-    case: tuple[str, str, str],
+    architecture: str,
+    dtype: str,
+    weight_dtype: str,
 ) -> None:
     """Processors without the instructions of a name compute its bits in another way."""
     monkeypatch.setattr(loader, "choose_sums", lambda *_: sums)
-    architecture, dtype, weight_dtype = case
+    case = architecture, dtype, weight_dtype
     pin(tiny_model(architecture), tmp_path)
     answers = results(tmp_path, dtype, weight_dtype)
     found = hashlib.sha256(json.dumps([answers["tokens"], answers["prompt"]]).encode()).hexdigest()[:16]

@@ -40,6 +40,7 @@ def test_blocks_of_8_bits_get_the_same_bits(tiny_model: Callable[[str], Path], k
         assert run_mixed(model, kv_cache_dtype) == run_mixed(replace(model, recipe=None), kv_cache_dtype)
 
 
+@pytest.mark.slow
 def test_float16_has_a_program_too(tiny_model: Callable[[str], Path]) -> None:
     model = load_model(str(tiny_model("llama")), "float16", CPU)
     assert model.recipe is not None

@@ -183,7 +183,12 @@ FLOODS = {"long prompts": (8, 400, 1), "many answers": (40, 8, 200), "tiny reque
 
 @pytest.mark.parametrize(
     ("flood", "on_prefill_worker"),
-    [("long prompts", False), ("long prompts", True), ("many answers", False), ("tiny requests", False)],
+    [
+        ("long prompts", False),
+        ("long prompts", True),
+        pytest.param("many answers", False, marks=pytest.mark.slow),
+        pytest.param("tiny requests", False, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("begins", ["flood", "small"])
 def test_a_flood_delays_only_itself(flood: str, on_prefill_worker: bool, begins: str) -> None:

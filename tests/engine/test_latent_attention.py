@@ -24,6 +24,8 @@ from quire.kernels.cpu.amx_product import FLOAT32
 from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run, run_in_order
 
+pytestmark = pytest.mark.slow
+
 LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"]
 Load = Callable[[str], LoadedModel]
 Expected = Callable[[str, list[int]], list[int]]

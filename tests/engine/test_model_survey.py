@@ -18,6 +18,7 @@ MOST_USED = (
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", MOST_USED)
 def test_the_page_says_what_the_survey_finds(architecture: str) -> None:
     result = served(architecture)

@@ -73,6 +73,7 @@ def test_a_program_gives_the_bits_of_the_modules(
     assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
+@pytest.mark.slow
 def test_each_weight_dtype_is_another_model(tiny_model: Callable[[str], Path]) -> None:
     folder = str(tiny_model("llama"))
     digests = {load_model(folder, "float32", CPU, each).digest for each in ("auto", *QUANTIZED, "w8a8")}

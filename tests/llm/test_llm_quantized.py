@@ -47,6 +47,7 @@ def test_it_answers_with_quantized_weights(
     assert num_right >= len(EXAMPLES) - 2
 
 
+@pytest.mark.slow
 def test_half_the_bytes_and_the_scales() -> None:
     with LLM(num_blocks=2) as plain, LLM(num_blocks=2, kv_cache_dtype="int8") as small:
         shapes = [llm.engine.memory.shape for llm in (plain, small)]
