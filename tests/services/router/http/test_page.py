@@ -122,16 +122,17 @@ async def test_an_answer_names_its_workers_and_counts_its_blocks(
     for worker in pair.workers.values():
         worker.pause_before_token = 0
 
-    async def view_with_a_push() -> Any:
+    async def view_of_the_request() -> Any:
         async with http.get("/v1/cluster") as response:
             view = await response.json()
-        return view if view["pushes"][0]["running"] else None
+        return view if view["requests"] and view["pushes"][0]["running"] else None
 
     # A stream begins with its first token, or after 15 s.
     asked = asyncio.create_task(client.chat.completions.create(**ASKS, stream=True))
-    view = await until(view_with_a_push)
+    view = await until(view_of_the_request)
     assert (view["requests"], view["pushes"][0]["running"]) == (1, 1)
     asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
     await until(lambda: pair.running.calls.number == 0)
 
 
