@@ -83,6 +83,7 @@ def test_fast_checks_types_and_leaves_out_the_slow_tests(tmp_path: Path) -> None
     assert [line.split()[-3] for line in said[-5:]] == ["passed", "passed", "failed", "passed", "passed"]
 
 
+@pytest.mark.slow
 def test_each_stage_shows_its_own_duration(tmp_path: Path) -> None:
     """The end-to-end tests end here before their stage waits for them."""
     prepare(tmp_path, "none")

@@ -185,6 +185,7 @@ def cluster() -> Iterator[list[RedisProcess]]:
         yield [first, second]
 
 
+@pytest.mark.slow
 async def test_a_cluster_keeps_the_index_on_one_node(
     cluster: list[RedisProcess], connect: Connect, record: Any
 ) -> None:

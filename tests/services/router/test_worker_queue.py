@@ -210,6 +210,7 @@ async def test_failures_without_another_worker_use_up_no_retries(
     assert responses[-1].usage.retries == 2 * MAX_RETRIES
 
 
+@pytest.mark.slow
 async def test_a_worker_that_refused_gets_nothing_until_it_has_answered(cluster: Any, fault: Any) -> None:
     worker = await cluster.add("d", "decode")
     stub = await cluster.start(worker_wait_seconds=SECONDS)

@@ -134,6 +134,7 @@ async def test_a_request_with_a_deadline_has_no_other_limit(
         await has_ended.wait()
 
 
+@pytest.mark.slow
 async def test_subscribers_do_not_keep_a_worker_from_stopping(model_folder: Path) -> None:
     state = WorkerState("decode")
     async with served(Idle(), model_folder, state) as engine:
