@@ -198,10 +198,10 @@ class IncrementalDecoder:
         Ids whose text has no U+FFFD are decoded together: they end with a whole character, and their text is
         that of their steps.
         """
-        return "".join(
-            self._feed(token_ids[start : start + IDS_AT_ONCE])
-            for start in range(0, len(token_ids), IDS_AT_ONCE)
-        )
+        text = self._feed(token_ids[:IDS_AT_ONCE])
+        for start in range(IDS_AT_ONCE, len(token_ids), IDS_AT_ONCE):
+            text += self._feed(token_ids[start : start + IDS_AT_ONCE])
+        return text
 
     def feed_each(self, token_ids: Sequence[int]) -> tuple[str, Callable[[], list[str]]]:
         """Take the next ids; return their text, and a function that returns it as ``step`` divides it."""

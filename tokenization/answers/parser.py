@@ -106,9 +106,7 @@ class AnswerParser:
         None: nothing was fed, since the text may contain a delimiter; ``feed_all`` then takes each token.
         There must be no stop strings.
         """
-        if not (self._is_in_text and text) or self._cursor.text:
-            return None
-        if self._marked[self._writer.kind].search(text):
+        if not self._is_in_text or self._marked[self._writer.kind].search(text):
             return None
         self._writer.write_whole(text, num_tokens)
         return self._writer.take()
@@ -174,7 +172,7 @@ class AnswerParser:
             if match and match[0] in readers:
                 self._is_in_text = False
                 return readers[match[0]], len(match[0])
-            self._is_in_text = writer.continues
+            self._is_in_text = writer.continues and not cursor.text
             yield from cursor.more()
 
     def _read_region(self, read: _Reader, length: int) -> Reading[None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class Kind(IntEnum):
     """What a part of an answer is."""
 
     REASONING = auto()

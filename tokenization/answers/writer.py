@@ -63,13 +63,13 @@ class PieceWriter:
 
     @property
     def continues(self) -> bool:
-        """Whether the last piece is of the current kind, so that a token without text counts to it."""
-        return self._last is not None and self._last.kind is self.kind
+        """Whether the last piece is of the current kind, which has text: further text only continues it."""
+        return self._last is not None and self._last.kind is self.kind and self.kind in self.begun
 
     def write_whole(self, text: str, num_tokens: int) -> None:
-        """Show the text of some tokens as the current kind; there are no stop strings and no earlier text."""
+        """Show the text of some tokens, which continues the last piece; there are no stop strings."""
         self.start += len(text)
-        self._show(self._trimmed(text), num_tokens)
+        self._show(text, num_tokens)
 
     def write_text(self) -> None:
         """Show the text before the cursor as the current kind.

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from quire.protos import inference_pb2 as pb
-from quire.services.router.outputs.dividing_decoder import joined
+from quire.services.router.outputs.dividing_decoder import join_pieces
 from quire.services.router.outputs.output import OutputAssembler
 
 
@@ -40,7 +40,5 @@ def _joined(pieces: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateStreamRes
         whole.MergeFrom(piece)
     # MergeFrom joins lists, but keeps only the last value of other fields: the text has to be joined here.
     whole.text = "".join(piece.text for piece in pieces)
-    divided = joined(whole.pieces)
-    del whole.pieces[:]
-    whole.pieces.extend(divided)
+    join_pieces(whole)
     return whole

@@ -61,29 +61,39 @@ class DividingDecoder:
             self._pieces.append(Piece(self._pieces[-1].kind, text))
         return Fed(text, self._parser.stop)
 
-    def take_pieces(self) -> list[pb.Piece]:
-        """Return the pieces of the tokens since the last call."""
+    def move_pieces(self, response: pb.GenerateStreamResponse) -> None:
+        """Move the pieces of the tokens since the last call into a message."""
         pieces, self._pieces = self._pieces, []
-        messages = list(map(self._message, pieces))
-        return joined(messages) if len(messages) > 1 else messages
+        for piece in pieces:
+            self._move(piece, response)
+        if len(pieces) > 1:
+            join_pieces(response)
 
-    def _message(self, piece: Piece) -> pb.Piece:
-        if piece.kind is Kind.REASONING:
-            self.num_reasoning_tokens += piece.num_tokens
-            return pb.Piece(reasoning=piece.text, num_tokens=piece.num_tokens)
+    def _move(self, piece: Piece, response: pb.GenerateStreamResponse) -> None:
         if piece.kind is Kind.CONTENT:
-            return pb.Piece(content=piece.text, num_tokens=piece.num_tokens)
-        call = pb.ToolCall(index=piece.call_index, name=piece.name, arguments=piece.text)
-        if piece.name:
-            self.has_calls = True
-            call.id = piece.call_id or self._call_id(piece.call_index)
-        return pb.Piece(tool_call=call, num_tokens=piece.num_tokens)
+            response.pieces.add(content=piece.text, num_tokens=piece.num_tokens)
+        elif piece.kind is Kind.REASONING:
+            self.num_reasoning_tokens += piece.num_tokens
+            response.pieces.add(reasoning=piece.text, num_tokens=piece.num_tokens)
+        else:
+            call = pb.ToolCall(index=piece.call_index, name=piece.name, arguments=piece.text)
+            if piece.name:
+                self.has_calls = True
+                call.id = piece.call_id or self._call_id(piece.call_index)
+            response.pieces.add(tool_call=call, num_tokens=piece.num_tokens)
 
     def _call_id(self, call_index: int) -> str:
         """Return the id of a call: the same on another router that continues the answer."""
         seed, prompt = self._request.params.seed, self._request.prompt_token_ids
         numbers = array("Q", (seed, self._index, call_index, *prompt))
         return f"call_{blake2b(numbers.tobytes(), digest_size=12).hexdigest()}"
+
+
+def join_pieces(response: pb.GenerateStreamResponse) -> None:
+    """Join the pieces of a message that follow each other in the same part."""
+    whole = joined(response.pieces)
+    del response.pieces[:]
+    response.pieces.extend(whole)
 
 
 def joined(pieces: Iterable[pb.Piece]) -> list[pb.Piece]:

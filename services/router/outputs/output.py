@@ -48,7 +48,7 @@ class OutputAssembler:
         shown, _ = self._decoder.feed(self.token_ids)
         if self._divider is not None:
             # The client has these pieces: they depend on the tokens alone.
-            self._divider.take_pieces()
+            self._divider.move_pieces(pb.GenerateStreamResponse())
         if received.is_finished:
             self.finish_reason = pb.FINISH_REASON_STOP
             return
@@ -71,21 +71,20 @@ class OutputAssembler:
         for each in logprobs:
             self.cumulative_logprob += each.logprob
         self.finish_reason = part.finish_reason if stop is None else pb.FINISH_REASON_STOP
-        pieces = None
-        if self._divider is not None:
-            pieces = self._divider.take_pieces()
-            if self._divider.has_calls and self.finish_reason == pb.FINISH_REASON_STOP:
-                self.finish_reason = pb.FINISH_REASON_TOOL_CALLS
-        return pb.GenerateStreamResponse(
+        response = pb.GenerateStreamResponse(
             index=self.index,
             text=text,
             token_ids=token_ids,
             logprobs=logprobs if self._wants_logprobs else None,
-            finish_reason=self.finish_reason,
             score=part.score,
-            pieces=pieces,
-            stop_string=stop or "",
+            stop_string=stop,
         )
+        if self._divider is not None:
+            self._divider.move_pieces(response)
+            if self._divider.has_calls and self.finish_reason == pb.FINISH_REASON_STOP:
+                self.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+        response.finish_reason = self.finish_reason
+        return response
 
     @property
     def num_reasoning_tokens(self) -> int:
