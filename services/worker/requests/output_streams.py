@@ -32,7 +32,7 @@ class StreamedDecode:
         self._begun: set[int] = set()
         """Indexes of the sequences that have an output."""
         self._token_ids: list[int] = []
-        """Waiting outputs of one token each; they are sent before those in ``_others``."""
+        """Waiting tokens of the first sequence that came alone; they are sent before ``_others``."""
         self._others: list[worker_pb2.SequenceOutput] = []
         self._num_reported = 0
         self._error: Exception | None = None
@@ -47,20 +47,25 @@ class StreamedDecode:
             self._stream.send(self, at_once=True)
 
     def _add(self, update: SequenceUpdate) -> None:
-        is_last, is_beam_search = update.status.is_finished, update.sequence.params.beam is not None
-        if not update.tokens and not is_last:
-            if is_beam_search:
-                self._report(update.sequence.tally.num_generated_tokens)
+        sequence, tokens, is_last = update.sequence, update.tokens, update.status.is_finished
+        if not tokens and not is_last:
+            if sequence.params.beam is not None:
+                self._report(sequence.tally.num_generated_tokens)
             return
-        if not (is_last or self._others) and _is_one_token(update):
-            self._token_ids.append(update.tokens[0].token_id)
-        else:
+        index = sequence.index
+        at_once, is_waiting = is_last or index not in self._begun, bool(self._token_ids or self._others)
+        has_more = is_last or index or len(tokens) > 1 or tokens[0].logprobs or update.num_accepted_tokens
+        if has_more or self._others:
             with converting():
                 self._others += outputs_to_proto([update])
-        # A beam search returns all answers at once, and there may be fewer than its beams.
-        self._num_left = 0 if is_beam_search else self._num_left - is_last
-        self._stream.send(self, at_once=is_last or update.sequence.index not in self._begun)
-        self._begun.add(update.sequence.index)
+        else:
+            self._token_ids.append(tokens[0].token_id)
+        if is_last:
+            # A beam search returns all answers at once, and there may be fewer than its beams.
+            self._num_left = 0 if sequence.params.beam is not None else self._num_left - 1
+        if at_once or not is_waiting:
+            self._begun.add(index)
+            self._stream.send(self, at_once=at_once)
 
     def _report(self, num_generated_tokens: int) -> None:
         if num_generated_tokens - self._num_reported >= TOKENS_PER_REPORT:
@@ -237,12 +242,3 @@ class OutputStreams:
 
 def _stream_ended() -> Aborted:
     return Aborted("the stream of outputs has ended", reason="OUTPUT_STREAM_ENDED")
-
-
-def _is_one_token(update: SequenceUpdate) -> bool:
-    """Return whether the first sequence of a request got one token, and there is nothing else to send."""
-    return (
-        len(update.tokens) == 1
-        and update.tokens[0].logprobs is None
-        and not (update.sequence.index or update.num_accepted_tokens)
-    )
