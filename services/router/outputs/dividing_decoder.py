@@ -98,25 +98,21 @@ def join_pieces(response: pb.GenerateStreamResponse) -> None:
 
 def joined(pieces: Iterable[pb.Piece]) -> list[pb.Piece]:
     """Return the pieces with those joined that follow each other in the same part."""
-    return [_one(list(run)) for _, run in groupby(pieces, _part)]
+    return [_one(kind, list(run)) for (kind, _), run in groupby(pieces, _part)]
 
 
 def _part(piece: pb.Piece) -> tuple[str | None, int]:
     return piece.WhichOneof("piece"), piece.tool_call.index
 
 
-def _one(run: list[pb.Piece]) -> pb.Piece:
-    if len(run) == 1:
-        return run[0]
-    whole = pb.Piece(num_tokens=sum(piece.num_tokens for piece in run))
-    kind, index = _part(run[0])
+def _one(kind: str | None, run: list[pb.Piece]) -> pb.Piece:
+    whole = pb.Piece()
+    for piece in run:
+        # A call's id and name are in one of its pieces, and remain.
+        whole.MergeFrom(piece)
+    whole.num_tokens = sum(piece.num_tokens for piece in run)
     if kind == "tool_call":
-        calls = [piece.tool_call for piece in run]
-        # The mark before a call comes without the call's name.
-        head = next((call for call in calls if call.name), calls[0])
-        arguments = "".join(call.arguments for call in calls)
-        whole.tool_call.MergeFrom(pb.ToolCall(index=index, id=head.id, name=head.name, arguments=arguments))
-    else:
-        name = kind or "content"
-        setattr(whole, name, "".join(getattr(piece, name) for piece in run))
+        whole.tool_call.arguments = "".join(piece.tool_call.arguments for piece in run)
+    elif kind is not None:
+        setattr(whole, kind, "".join(getattr(piece, kind) for piece in run))
     return whole
