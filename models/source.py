@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.models.gguf_folder import gguf_folder, is_gguf
+
 GENERATION_CONFIG = "generation_config.json"
 CONFIGURATION_FILES = ("config.json", GENERATION_CONFIG)
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
@@ -27,16 +29,18 @@ def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
     """Return the folder of a model; from the hub only the named files are downloaded.
 
     Args:
-        source: a folder, a hub id, or a hub id and a revision as in ``org/model@main``.
+        source: a folder, a GGUF file, a hub id, or a hub id and a revision as in ``org/model@main``.
         files: patterns of file names. Files in subfolders, such as the original checkpoint's, are left out,
             except in the numbered ones of sentence-transformers.
 
     Raises:
-        OSError: there is no such folder, model or revision, or the hub cannot be reached.
+        OSError: there is no such folder, file, model or revision, or the hub cannot be reached.
     """
     folder = Path(source)
     if folder.is_dir():
         return folder
+    if is_gguf(source):
+        return gguf_folder(folder)
     if folder.is_absolute() or source.startswith((".", "~")):
         raise FileNotFoundError(f"there is no folder {source}")
     # Imported here because the import is slow and a local folder does not need it.
@@ -54,18 +58,22 @@ def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
 
 
 def without_revision(source: str) -> str:
-    """Return the source without its revision; a folder is returned as it is."""
-    return source if Path(source).is_dir() else source.partition("@")[0]
+    """Return the source without its revision; a folder or file is returned as it is."""
+    return source if _is_local(source) else source.partition("@")[0]
 
 
 def model_name(source: str) -> str:
-    """Return the last part of a folder's path or of a hub id."""
-    return Path(without_revision(source)).name
+    """Return the last part of a folder's path or of a hub id, or the name of a GGUF file without its ending."""
+    return Path(without_revision(source)).name.removesuffix(".gguf")
 
 
 def pin_revision(source: str, folder: Path) -> str:
-    """Return a name of exactly the files in ``folder``: a hub id with its commit, or the folder itself."""
-    if Path(source).is_dir():
+    """Return a name of exactly the files in ``folder``: a hub id with its commit, or the local path itself."""
+    if _is_local(source):
         return source
     # In the hub's cache the folder of a snapshot is named after its commit.
     return f"{without_revision(source)}@{folder.name}"
+
+
+def _is_local(source: str) -> bool:
+    return Path(source).is_dir() or is_gguf(source)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -14,8 +14,13 @@ from safetensors import safe_open
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize
 from quire.engine.weights.files import weight_files
+from quire.engine.weights.lazy_tensor import LazyTensor
 from quire.engine.weights.quantization import read_quantization
 from quire.models.file_checks import ModelFileError, damaged, read_object
+from quire.models.gguf_folder import GGUF_NAME
+
+if TYPE_CHECKING:
+    from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,16 @@ _LAYOUTS = {
 }
 
 
+def open_checkpoint(folder: Path) -> Checkpoint | GgufCheckpoint:
+    """Return the tensors of a model's folder, which are those of a GGUF file or of safetensors."""
+    if (folder / GGUF_NAME).exists():
+        # Only the extra "gguf" installs what it needs.
+        from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(folder)
+    return Checkpoint(folder)
+
+
 class Checkpoint:
     """The tensors of a folder's safetensors, by the names of the model's parameters.
 
@@ -88,6 +103,11 @@ class Checkpoint:
     def __exit__(self, *exception: object) -> None:
         self._owners.clear()
         self._files.clear()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether transformers can load the tensors as they are stored."""
+        return self.quantization is None
 
     @property
     def names(self) -> set[str]:
@@ -122,9 +142,9 @@ class Checkpoint:
         weight = f"{name.removesuffix('.bias')}.weight"
         return name.endswith(".bias") and weight in self._parts and not self._load(name).any()
 
-    def lazy_tensors(self) -> dict[str, _LazyTensor]:
+    def lazy_tensors(self) -> dict[str, LazyTensor]:
         """Return all tensors, each of which is read when it is indexed."""
-        return {name: _LazyTensor(self, name) for name in self.names}
+        return {name: LazyTensor(self.read, name) for name in self.names}
 
     def log_memory(self, module: torch.nn.Module) -> None:
         """Log the format of a quantized checkpoint, and the memory that the weights of a model take."""
@@ -197,13 +217,3 @@ class Checkpoint:
         except WrongPartError as error:
             self.error = self._wrong(self._parts[name][error.role], str(error))
             raise self.error from error
-
-
-class _LazyTensor:
-    """A tensor of a checkpoint that is read when it is indexed, like a slice of safetensors."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
-
-    def __getitem__(self, indices: Any) -> torch.Tensor:
-        return self._checkpoint.read(self._name, None)[indices]

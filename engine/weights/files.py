@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from quire.models.file_checks import ModelFileError, damaged, read_object
+from quire.models.gguf_folder import GGUF_NAME
 from quire.models.source import GENERATION_CONFIG
 
 
@@ -20,9 +21,11 @@ def check_weights_and_configuration(folder: Path) -> None:
         raise damaged(folder / "config.json", "names no model_type")
     if (generation := folder / GENERATION_CONFIG).exists():
         read_object(generation)
+    if (folder / GGUF_NAME).exists():
+        return
     if not any(folder.glob("*.safetensors")):
         raise ModelFileError(
-            f"{folder} has no *.safetensors, the only format of weights that quire reads: "
+            f"{folder} has no *.safetensors, the only format of weights that quire reads beside single GGUF files: "
             "load the model with transformers and save it again with save_pretrained"
         )
     for name in weight_files(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -25,7 +25,7 @@ from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.step_recipe import StepRecipe
-from quire.engine.weights.checkpoint import Checkpoint
+from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.digest import model_digest
 from quire.engine.weights.files import check_weights_and_configuration
 from quire.engine.weights.sliced_weights import digest_of_whole, load_slices
@@ -33,6 +33,9 @@ from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
 from quire.models.source import GENERATION_CONFIG, find_model
 from quire.settings.setting import SettingError
+
+if TYPE_CHECKING:
+    from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
 
 _ORIGINAL = "original_max_position_embeddings"
 UNLIMITED = 1 << 20
@@ -114,7 +117,7 @@ def load_model(
     """Load a causal language model from a folder or from the hub.
 
     Args:
-        model: a folder in Hugging Face format, or a hub id, which may end with "@" and a revision.
+        model: a folder in Hugging Face format, a GGUF file, or a hub id, which may end with "@" and a revision.
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.
@@ -228,7 +231,7 @@ def _load_whole(
     weight_dtype: str,
     arithmetic: str,
 ) -> _Loaded:
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         module = _load_module(folder, config, dtype, checkpoint)
     digest = _digest(folder, module, weight_dtype)
     plan = read_plan(module)
@@ -259,7 +262,7 @@ def _load_part(
 
 
 def _load_module(
-    folder: Path, config: PreTrainedConfig, dtype: str, checkpoint: Checkpoint
+    folder: Path, config: PreTrainedConfig, dtype: str, checkpoint: Checkpoint | GgufCheckpoint
 ) -> PreTrainedModel:
     # Progress bars of transformers would garble the launcher's progress bar.
     transformers_logging.disable_progress_bar()
@@ -269,7 +272,7 @@ def _load_module(
         with torch.random.fork_rng(devices=[]):
             # Embedding models may have no output layer; all workers then have to make the same one.
             torch.manual_seed(0)
-            if checkpoint.quantization is not None:
+            if not checkpoint.is_plain:
                 model_class, source = _dequantized_source(folder, checkpoint)
             module: PreTrainedModel = model_class.from_pretrained(
                 **source,
@@ -286,7 +289,9 @@ def _load_module(
     return module
 
 
-def _dequantized_source(folder: Path, checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
+def _dequantized_source(
+    folder: Path, checkpoint: Checkpoint | GgufCheckpoint
+) -> tuple[Any, dict[str, Any]]:
     """Return a model's class, and the arguments that make it load dequantized tensors.
 
     Transformers' own quantizers need GPUs or other packages for most formats.

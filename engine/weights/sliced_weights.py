@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -13,9 +14,12 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.own_attention import implementation_at_load
 from quire.engine.model.parallel_layers import head_units
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
-from quire.engine.weights.checkpoint import Checkpoint
+from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.digest import model_digest
 from quire.kernels.cpu.linear import UNIT
+
+if TYPE_CHECKING:
+    from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
 
 
 def load_slices(
@@ -24,14 +28,14 @@ def load_slices(
     """Return a model whose divided layers have only this rank's weights, and the plan of the whole model.
 
     Args:
-        folder: the model's folder, with safetensors.
+        folder: the model's folder, with safetensors or a link to a GGUF file.
         dtype: the dtype of the weights; None means the checkpoint's own.
 
     Raises:
         SettingError: the model cannot be divided among this many ranks.
         UnsupportedModelError: the names of the checkpoint's tensors are not those of the model's parameters.
     """
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
         with _parameters_on_meta():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -63,7 +67,7 @@ def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) ->
     """Return ``model_digest`` of the whole model; ``module`` has only slices of its weights."""
     own = module.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
 
         def read(name: str) -> torch.Tensor:
             tensor: torch.Tensor = own[name]
@@ -93,7 +97,7 @@ def _parameters_on_meta() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _check_names(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+def _check_names(model: PreTrainedModel, checkpoint: Checkpoint | GgufCheckpoint) -> None:
     """Raise UnsupportedModelError unless each parameter has a tensor and each tensor a parameter."""
     parameters = {name for name, _ in model.named_parameters()}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}

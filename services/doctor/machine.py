@@ -89,8 +89,8 @@ def _check_memory(config: WorkerConfig, num_workers: int) -> Iterator[Finding]:
     from quire.engine.pool_memory import CPU_KV_BYTES
 
     folder = Path(config.model_path)
-    files = list(folder.glob("*.safetensors"))
-    if config.model is not None and not folder.is_dir():
+    files = [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
+    if config.model is not None and not folder.exists():
         yield Finding(
             "ok", "model", f"{config.model} comes from the hub or its cache; its size is not known here"
         )
