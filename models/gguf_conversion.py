@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +52,15 @@ _CHECKED = ("rope.dimension_count", "attention.key_length", "attention.value_len
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """Layers of the models with 27B parameters, which divide scores by other numbers than the head's size."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+)
 """Control tokens that end an answer, though a file names only one of them."""
 _BOS_AND_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 """Pre-tokenizers of vocabularies that begin with BOS, and whose words need no merges if they are tokens."""

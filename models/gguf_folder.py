@@ -48,7 +48,9 @@ def gguf_folder(path: Path) -> Path:
 
     state = path.stat()
     identity = repr((str(path), state.st_size, state.st_mtime_ns, _FORM, versions))
-    folder = cached_assets_path("quire", namespace="gguf") / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    folder = (
+        cached_assets_path("quire", namespace="gguf") / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    )
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():

@@ -12,7 +12,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quire.models.file_checks import ModelFileError, damaged
 
-TYPES = frozenset("F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split())
+TYPES = frozenset(
+    ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+)
 """Names of the types of tensors that quire reads."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
@@ -106,7 +108,9 @@ def _read(path: Path, reader: _Reader) -> tuple[dict[str, Any], dict[str, tuple[
     if magic != b"GGUF":
         raise damaged(path, "is not a GGUF file")
     if version not in (2, 3):
-        raise ModelFileError(f"{path} has version {version} of GGUF or another byte order: quire reads 2 and 3")
+        raise ModelFileError(
+            f"{path} has version {version} of GGUF or another byte order: quire reads 2 and 3"
+        )
     settings = {}
     for _ in range(num_settings):
         key = reader.string()

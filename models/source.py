@@ -68,7 +68,7 @@ def model_name(source: str) -> str:
 
 
 def pin_revision(source: str, folder: Path) -> str:
-    """Return a name of exactly the files in ``folder``: a hub id with its commit, or the local path itself."""
+    """Return a name of exactly the files in ``folder``: a hub id with its commit, or a local path itself."""
     if _is_local(source):
         return source
     # In the hub's cache the folder of a snapshot is named after its commit.

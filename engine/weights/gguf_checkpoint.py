@@ -97,7 +97,7 @@ class GgufCheckpoint:
         dimension, indices = part
         return whole[indices] if dimension == 0 else whole[:, indices]
 
-    def is_bias_of_zeros(self, name: str) -> bool:  # noqa: ARG002
+    def is_bias_of_zeros(self, name: str) -> bool:
         """Return False: a file has only the tensors of its model."""
         return False
 

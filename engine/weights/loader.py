@@ -289,9 +289,7 @@ def _load_module(
     return module
 
 
-def _dequantized_source(
-    folder: Path, checkpoint: Checkpoint | GgufCheckpoint
-) -> tuple[Any, dict[str, Any]]:
+def _dequantized_source(folder: Path, checkpoint: Checkpoint | GgufCheckpoint) -> tuple[Any, dict[str, Any]]:
     """Return a model's class, and the arguments that make it load dequantized tensors.
 
     Transformers' own quantizers need GPUs or other packages for most formats.

@@ -92,8 +92,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: Any, pre: str)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in numbers])
-    types = [gguf.TokenType.CONTROL if n in special else gguf.TokenType.NORMAL for n in numbers]
-    writer.add_token_types([kind if n in names else gguf.TokenType.UNUSED for n, kind in zip(numbers, types)])
+    kinds = [gguf.TokenType.UNUSED if n not in names else gguf.TokenType.NORMAL for n in numbers]
+    writer.add_token_types([gguf.TokenType.CONTROL if n in special else kinds[n] for n in numbers])
     merges = tokenizer["model"]["merges"]
     writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
     writer.add_bos_token_id(config.bos_token_id)
@@ -118,7 +118,7 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, Any]]:
         if parameter.endswith("experts.gate_up_proj"):
             block = names.get_name(parameter.replace("gate_up_proj", "down_proj"))
             for part, half in zip(("gate", "up"), np.split(tensor, 2, axis=1), strict=True):
-                tensors[f"{block.replace('down', part)}.weight"] = np.ascontiguousarray(half)
+                tensors[f"{str(block).replace('down', part)}.weight"] = np.ascontiguousarray(half)
             continue
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
             tensor = _interleave(tensor, model.config.head_dim)

@@ -74,6 +74,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "PhimoeConfig",
         {**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 5},
     ),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 48}),
     "qwen3_moe": ("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS}),
     "glm4_moe": ("Glm4MoeConfig", {**_GROUPED, **_EXPERTS, **_GROUPS}),
     "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_EXPERTS, **_GROUPS}),
