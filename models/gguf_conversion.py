@@ -1,7 +1,6 @@
 """Writes the configuration and the tokenizer of a GGUF file into a folder, as a process of its own.
 
-Other files than those that quire computes as their writers meant are refused: each setting and each tensor must
-be known.
+A file with a setting that is not read here is refused, since the model would compute something else without it.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ def write_folder(path: Path, folder: Path) -> None:
     """
     header = read_header(path)
     if header.architecture not in ARCHITECTURES:
-        raise ModelFileError(
-            f"{path} has the architecture {header.architecture}: quire reads {', '.join(sorted(ARCHITECTURES))}"
-        )
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ModelFileError(f"{path} has the architecture {header.architecture}: quire reads {known}")
     tokenizer = _tokenizer(path, header)
     end_ids = _end_ids(header, tokenizer)
     config = {**_config(path, header), "eos_token_id": end_ids, "dtype": _dtype(header)}
@@ -88,10 +86,13 @@ def write_folder(path: Path, folder: Path) -> None:
 
 def _config(path: Path, header: GgufHeader) -> dict[str, Any]:
     name = ARCHITECTURES[header.architecture]
-    names: dict[str, str | None] = {**_OWN, **GGUF_CONFIG_MAPPING[name]}
+    model_type = "gemma3_text" if name == "gemma3" else name
+    defaults = AutoConfig.for_model(model_type)
+    names: dict[str, str | None] = {key: each for key, each in _OWN.items() if hasattr(defaults, each)}
+    names |= GGUF_CONFIG_MAPPING[name]
     prefix = f"{header.architecture}."
     values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(name, {}))
-    values |= {"sliding_window": None, "tie_word_embeddings": "output.weight" not in header.tensors}
+    values["tie_word_embeddings"] = "output.weight" not in header.tensors
     stated = {key[len(prefix) :]: value for key, value in header.settings.items() if key.startswith(prefix)}
     scaling = stated.pop("rope.scaling.type", "none"), stated.pop("rope.scaling.factor", 1.0)
     for key, value in stated.items():
@@ -108,15 +109,16 @@ def _config(path: Path, header: GgufHeader) -> dict[str, Any]:
         raise damaged(path, f"has no {error}") from error
     for key in _CHECKED:
         if stated.get(key, head_dim) != head_dim:
-            raise ModelFileError(
-                f"{path} has the setting {prefix}{key} = {stated[key]}: quire reads only {head_dim}, the head's size"
-            )
+            problem = f"quire reads only {head_dim}, the size of a head"
+            raise ModelFileError(f"{path} has the setting {prefix}{key} = {stated[key]}: {problem}")
     if layers := _LARGEST_GEMMAS.get(name):
+        if "sliding_window" not in values:
+            raise damaged(path, f"has no {prefix}attention.sliding_window")
         is_largest = values["num_hidden_layers"] == layers
         values["query_pre_attn_scalar"] = width // num_heads if is_largest else head_dim
     for key in ("bos", "padding"):
         values[f"{key[:3]}_token_id"] = header.settings.get(f"tokenizer.ggml.{key}_token_id")
-    config = AutoConfig.for_model("gemma3_text" if name == "gemma3" else name, **values)
+    config = AutoConfig.for_model(model_type, **values)
     _scale_rope(path, header, config, *scaling)
     written: dict[str, Any] = config.to_dict()
     del written["transformers_version"]

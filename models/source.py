@@ -63,7 +63,7 @@ def without_revision(source: str) -> str:
 
 
 def model_name(source: str) -> str:
-    """Return the last part of a folder's path or of a hub id, or the name of a GGUF file without its ending."""
+    """Return the last part of a path or of a hub id, without the ending of a GGUF file."""
     return Path(without_revision(source)).name.removesuffix(".gguf")
 
 

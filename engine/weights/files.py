@@ -25,7 +25,7 @@ def check_weights_and_configuration(folder: Path) -> None:
         return
     if not any(folder.glob("*.safetensors")):
         raise ModelFileError(
-            f"{folder} has no *.safetensors, the only format of weights that quire reads beside single GGUF files: "
+            f"{folder} has no *.safetensors, the only format of weights that quire reads from a folder: "
             "load the model with transformers and save it again with save_pretrained"
         )
     for name in weight_files(folder):
