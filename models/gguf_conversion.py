@@ -1,6 +1,6 @@
 """Writes the configuration and the tokenizer of a GGUF file into a folder, as a process of its own.
 
-A file with a setting that is not read here is refused, since the model would compute something else without it.
+A file with a setting that is not read here is refused: without it the model would compute something else.
 """
 
 from __future__ import annotations
