@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from quire.cli.top.snapshot import Change, Name, take_snapshot
+from quire.cli.top.snapshot import Change, Name, Snapshot, take_snapshot
 from quire.client import Unavailable
 from quire.client.admin import AdminClient, WorkerStatus
 from quire.services.local.stack import RunningStack
 from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.until import until
 
 LENGTH = 400
 ANSWER = 48
@@ -26,22 +27,30 @@ def num_used(workers: tuple[WorkerStatus, ...]) -> int:
 async def test_blocks_requests_and_rates_move_under_load(stack: RunningStack) -> None:
     with AdminClient(stack.admin_address) as admin:
         async with connect(stack) as (client, workers):
+            is_seen = asyncio.Event()
+
+            async def answer_until_seen() -> None:
+                while not is_seen.is_set():
+                    await client.generate(make_prompt(LENGTH, 69), max_tokens=ANSWER, **GREEDY)
+
+            async def snapshot_under_load() -> Snapshot | None:
+                taken = await asyncio.to_thread(take_snapshot, admin)
+                is_running = (taken.pages[""][Name.RUNNING, ""] or 0) > 0
+                return taken if is_running and num_used(taken.status.workers) > 0 else None
+
+            answering = asyncio.create_task(answer_until_seen())
+            during = await until(snapshot_under_load)
+            is_seen.set()
+            await answering
             await wait_until_idle(workers)
             before = await asyncio.to_thread(take_snapshot, admin)
             prompts = [make_prompt(LENGTH, seed) for seed in range(70, 76)]
-            streams = [client.stream(prompt, max_tokens=ANSWER, **GREEDY) for prompt in prompts]
-            firsts = [(await anext(stream)).token_ids for stream in streams]
-            during = await asyncio.to_thread(take_snapshot, admin)
-            for stream in streams:
-                async for _ in stream:
-                    pass
+            await asyncio.gather(*(client.generate(each, max_tokens=ANSWER, **GREEDY) for each in prompts))
             await wait_until_idle(workers)
             after = await asyncio.to_thread(take_snapshot, admin)
-    assert all(firsts)
     assert set(during.pages) == {"", "decode-0", "prefill-0"}
     assert num_used(before.status.workers) == num_used(after.status.workers) == 0
-    assert num_used(during.status.workers) > 0
-    assert during.pages[""][Name.RUNNING, ""] > after.pages[""][Name.RUNNING, ""] == 0
+    assert after.pages[""][Name.RUNNING, ""] == 0
     change = Change(after, before)
     assert change.increase(Name.PROMPT_TOKENS) == len(prompts) * LENGTH
     assert change.increase(Name.GENERATED_TOKENS) == len(prompts) * ANSWER
