@@ -117,8 +117,7 @@ def load_model(
     """Load a causal language model from a folder or from the hub.
 
     Args:
-        model: a folder in Hugging Face format, a GGUF file, or a hub id, which may end with "@" and a
-            revision.
+        model: a folder, a GGUF file, or a hub id, which may end with "@" and a revision.
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.

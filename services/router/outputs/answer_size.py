@@ -53,7 +53,7 @@ class PromptLogprobs:
             self.add(len(request.prompt_token_ids), request.response.prompt_logprobs)
 
     def add(self, num_tokens: int, num_logprobs: int) -> None:
-        """Add a prompt of so many tokens, each with so many logprobs.
+        """Add the tokens of a prompt, each with ``num_logprobs`` candidates.
 
         Raises:
             InvalidArgument: the logprobs are too large; the error names the field.
