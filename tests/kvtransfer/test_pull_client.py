@@ -175,8 +175,8 @@ async def test_an_unreachable_holder_releases_its_channel(setup: Setup) -> None:
 
 async def test_a_holder_that_takes_too_long_is_given_up(setup: Setup) -> None:
     setup.holder.messages, setup.holder.never_ends = [], True
-    async with setup.pull(timeout=0.2) as pull:
-        with pytest.raises(PullFailedError) as late:
+    with pytest.raises(PullFailedError) as late:
+        async with setup.pull(timeout=0.2) as pull:
             await read(pull)
     assert late.value.status is grpc.StatusCode.DEADLINE_EXCEEDED
 

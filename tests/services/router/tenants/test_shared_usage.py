@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.kvindex.redis_index import reader_client
+from quire.kvindex.redis_index import publisher_client
 from quire.rpc.errors import DeadlineExceeded, ResourceExhausted
 from quire.services.local.redis_process import RedisProcess
 from quire.services.requests.validation import Answers
@@ -42,7 +42,8 @@ class Routers:
         self.usages: list[SharedUsage] = []
 
     async def add(self) -> Admission:
-        client = reader_client(self._redis.router_url)
+        # With a reader's 50 ms, a router on a busy machine would apply the limits by itself.
+        client = publisher_client(self._redis.router_url)
         self._stack.push_async_callback(client.aclose)
         usage = await self._stack.enter_async_context(shared_usage(client))
         self.usages.append(usage)
@@ -51,7 +52,6 @@ class Routers:
 
 @pytest.fixture
 async def routers(redis: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Routers]:
-    # On a busy machine Redis may answer late, and then each router would apply the limits itself.
     monkeypatch.setattr(usage_store, "CALL_SECONDS", 5.0)
     async with AsyncExitStack() as stack:
         yield Routers(redis, stack)
