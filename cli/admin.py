@@ -60,7 +60,7 @@ def workers(*, connection: AdminConnection) -> None:
     with connected(connection) as router:
         found, elastic_roles = router.workers(), router.elastic_roles()
     rows: list[tuple[str, ...]] = [
-        ("WORKER", "ROLE", "ADDRESS", "STATE", "RUNNING", "WAITING", "USED", "CACHED", "FREE")
+        ("WORKER", "ROLE", "ADDRESS", "REVISION", "STATE", "RUNNING", "WAITING", "USED", "CACHED", "FREE")
     ]
     rows += [_row(each) for each in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -71,12 +71,11 @@ def workers(*, connection: AdminConnection) -> None:
 
 
 def _row(worker: WorkerStatus) -> tuple[str, ...]:
-    state = "draining" if worker.is_draining else "serving"
-    load = worker.load
+    load, names = worker.load, (worker.worker_id, worker.role, worker.address, worker.revision, worker.state)
     if load is None:
-        return (worker.worker_id, worker.role, worker.address, "silent", *"-----")
+        return (*names, *"-----")
     counts = (load.num_running, load.num_waiting, load.used_blocks, load.cached_blocks, load.free_blocks)
-    return (worker.worker_id, worker.role, worker.address, state, *map(str, counts))
+    return (*names, *map(str, counts))
 
 
 @app.command()

@@ -49,6 +49,17 @@ class WorkerStatus:
     model: str
     metrics_address: str
     """host:port of its metrics; empty if the worker does not report it."""
+    revision: str
+    """Prefill and decode workers of one revision work together."""
+    is_waiting: bool
+    """Whether it gets no new requests only because its revision lacks a worker of the other role."""
+
+    @property
+    def state(self) -> Literal["serving", "waiting", "draining", "silent"]:
+        """Its state in a word; silent: it does not answer."""
+        if self.load is None:
+            return "silent"
+        return "draining" if self.is_draining else "waiting" if self.is_waiting else "serving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,4 +210,6 @@ def _to_status(status: pb.WorkerStatus) -> WorkerStatus:
         else None,
         model=status.model,
         metrics_address=status.metrics_address,
+        revision=status.revision,
+        is_waiting=status.is_waiting,
     )

@@ -101,6 +101,11 @@ def _encode(token_ids: Sequence[int]) -> bytes:
     return tokens.tobytes()
 
 
+def revision(descriptor: bytes) -> str:
+    """Return the short name of the revision of all workers whose blocks have this layout."""
+    return hashlib.sha256(descriptor).hexdigest()[:8]
+
+
 def fingerprint(descriptor: bytes, secret: bytes) -> str:
     """Return the hash of a test vector, which is equal in two processes only if all their hashes agree."""
     root = root_hash(descriptor, secret, CacheScope("fingerprint"))

@@ -15,6 +15,7 @@ from quire.routing.history import PrefixHistory
 from quire.routing.policy import CandidateWorker, Estimate, Policy, Reason
 from quire.routing.pulls import Blocks, Peer, Pulls
 from quire.routing.rates import Rates
+from quire.routing.revisions import receiving
 from quire.settings.setting import Panel, check_settings, setting
 
 PREFILL_TOKENS_PER_SECOND = 10_000.0
@@ -188,7 +189,7 @@ class Planner:
     def place(
         self, prompt: PlannedPrompt, prefill: Sequence[CandidateWorker], decode: Sequence[CandidateWorker]
     ) -> Placement | None:
-        """Choose the workers for a prompt; return None if there is no decode worker.
+        """Choose the workers for a prompt, both of one revision; return None if there is no decode worker.
 
         The prompt counts as sent: the next prompt with the same beginning is placed as if the chosen worker
         had already cached it.
@@ -200,17 +201,23 @@ class Planner:
         # every tie.
         key = policy.affinity_key(prompt.block_hashes) or self._rng.randbytes(8)
         rule = self.config.policy
-        workers = {worker.worker_id: worker for worker in (*prefill, *decode)}
-        self._present.update(workers)
+        self._present.update(worker.worker_id for worker in (*prefill, *decode))
+        revisions = self._without_jams(prefill, decode)
         growth = prompt.num_answers * min(prompt.max_output_tokens, round(self._answer_tokens))
         resident_tokens = prompt.num_tokens + growth
         choice = policy.choose_decode(
-            rule, [self._candidate(worker, prompt) for worker in decode], resident_tokens, key, self._rng
+            rule,
+            [self._candidate(worker, prompt) for worker in decode if worker.revision in revisions],
+            resident_tokens,
+            key,
+            self._rng,
         )
         if choice is None:
             return None
         decoder, decode_reason = choice
-        peers = self._peers(prompt, workers)
+        prefill = [worker for worker in prefill if worker.revision == decoder.revision]
+        workers = (*prefill, *(worker for worker in decode if worker.revision == decoder.revision))
+        peers = self._peers(prompt, {worker.worker_id: worker for worker in workers})
         local = self._estimate(decoder, prompt, peers)
         remote = None
         if not prompt.must_be_local:
@@ -234,6 +241,26 @@ class Planner:
         return Placement(
             decoder, decode_reason, prefill_reason, estimate, prompt, self._clock(), resident_tokens
         )
+
+    def _without_jams(
+        self, prefill: Sequence[CandidateWorker], decode: Sequence[CandidateWorker]
+    ) -> set[str]:
+        """Return the revisions that receive requests, without those whose prefill workers are all too late.
+
+        The decode workers of a revision may have room while it has too few prefill workers, as when these
+        start later.
+        """
+        revisions = receiving([each.revision for each in prefill], [each.revision for each in decode])
+        queues = [
+            policy.Estimate(
+                each, self.pending_seconds(each.worker_id, each.pending_tokens), None, 0.0, 0.0, 0
+            )
+            for each in prefill
+            if each.revision in revisions
+        ]
+        if len(revisions) == 1 or not queues:
+            return set(revisions)
+        return {each.candidate.revision for each in policy.without_jams(queues)}
 
     def pending_seconds(self, worker_id: str, num_tokens: int) -> float:
         """Return the expected time in which a worker computes this number of prompt tokens."""

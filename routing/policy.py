@@ -77,6 +77,8 @@ class CandidateWorker(NamedTuple):
     """Requests in flight."""
     is_unhealthy: bool = False
     """Whether it is unhealthy: it failed recently or in this request, or it may be unable to serve."""
+    revision: str = ""
+    """Only workers of one revision work together."""
 
 
 class Estimate(NamedTuple):
@@ -128,7 +130,7 @@ def choose_prefill(
         least = min(each.queue_seconds for each in healthy)
         equal = [each for each in healthy if each.queue_seconds <= _tied(least)]
         return rng.choice(equal), "load" if len(equal) < len(healthy) else "tie"
-    balanced = _without_jams(healthy)
+    balanced = without_jams(healthy)
     best, ties = _cheapest(
         balanced, lambda e: e.seconds, _tied, lambda e: e.cached_tokens, lambda e: e.candidate.worker_id, key
     )
@@ -204,7 +206,8 @@ def _tied(least_seconds: float) -> float:
     return least_seconds * (1 + TIE_SHARE) + TIE_SECONDS
 
 
-def _without_jams(estimates: Sequence[Estimate]) -> list[Estimate]:
+def without_jams(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the estimates of the workers that are not passed over because of their queues."""
     least = min(each.queue_seconds for each in estimates)
     longest = max(IMBALANCE_RATIO * least, least + IMBALANCE_SECONDS)
     return [each for each in estimates if each.queue_seconds <= longest]

@@ -114,38 +114,56 @@ class Screen:
         return _value(self.last.rate_of_workers(counter), f"{what}/s, {size(num_bytes)}/s")
 
     def _workers(self, is_wide: bool) -> Panel:
-        headings = ["WORKER", "ROLE", "STATE", "BLOCKS", "USED", "RUN", "WAIT", "MOVE", "TOKENS/S"]
-        headings += ["FREE", "CACHED", "OUT/S", "IN/S"] if is_wide else ["KV/S"]
-        table = _table(headings, num_texts=4, wide="BLOCKS", order=self.order)
+        shows_revision = is_wide or len({each.revision for each in self.last.now.status.workers}) > 1
+        headings = [
+            "WORKER",
+            "ROLE",
+            *["REVISION"] * shows_revision,
+            "STATE",
+            "BLOCKS",
+            "USED",
+            "RUN",
+            "WAIT",
+        ]
+        headings += ["MOVE", "TOKENS/S"]
+        if is_wide:
+            headings += ["FREE", "CACHED", "OUT/S", "IN/S"]
+        elif not shows_revision:
+            headings += ["KV/S"]
+        table = _table(headings, num_texts=4 + shows_revision, wide="BLOCKS", order=self.order)
         workers = sorted(self.last.now.status.workers, key=lambda each: each.worker_id)
         workers.sort(key=lambda each: ORDERS[self.order](each, self.last))
         for worker in workers:
-            table.add_row(*self._worker(worker, is_wide))
+            cells = dict(self._worker(worker))
+            table.add_row(*(cells[name] for name in headings))
         legend = Text()
         for (mark, color), name in ((USED, "used"), (CACHED, "cached"), (FREE, "free")):
             legend.append(f" {mark * 2}", color).append(f" {name} ", DIM)
         return _panel(table, Text(" workers ", TITLE), legend)
 
-    def _worker(self, worker: WorkerStatus, is_wide: bool) -> Iterator[RenderableType]:
+    def _worker(self, worker: WorkerStatus) -> Iterator[tuple[str, RenderableType]]:
+        """Yield the cells of a worker's row by their headings."""
         load = worker.load
-        state, color = ("draining", WARN) if worker.is_draining else ("serving", FINE)
-        yield Text(worker.worker_id, "bold", overflow="ellipsis")
-        yield Text(worker.role, ROLES[worker.role])
-        yield Text(state, color) if load else Text("silent", BAD)
+        yield "WORKER", Text(worker.worker_id, "bold", overflow="ellipsis")
+        yield "ROLE", Text(worker.role, ROLES[worker.role])
+        yield "REVISION", worker.revision
+        yield "STATE", Text(worker.state, {"serving": FINE, "silent": BAD}.get(worker.state, WARN))
         yield (
-            Bar(load.used_blocks, load.cached_blocks, load.free_blocks) if load else Text("no answer", BAD)
+            "BLOCKS",
+            Bar(load.used_blocks, load.cached_blocks, load.free_blocks) if load else Text("no answer", BAD),
         )
-        yield f"{_used_share(load):.0%}" if load else NONE
-        for number in (load.num_running, load.num_waiting, load.num_transferring) if load else [None] * 3:
-            yield Text(count(number), "bold" if number else DIM)
-        yield count(_tokens(worker, self.last))
-        if is_wide:
-            yield from map(count, (load.free_blocks, load.cached_blocks) if load else [None] * 2)
+        yield "USED", f"{_used_share(load):.0%}" if load else NONE
+        numbers = (load.num_running, load.num_waiting, load.num_transferring) if load else [None] * 3
+        for heading, number in zip(("RUN", "WAIT", "MOVE"), numbers, strict=True):
+            yield heading, Text(count(number), "bold" if number else DIM)
+        yield "TOKENS/S", count(_tokens(worker, self.last))
+        yield "FREE", count(load.free_blocks if load else None)
+        yield "CACHED", count(load.cached_blocks if load else None)
         sent, received = (
             [(Name.MOVED_BYTES, each) for each in pair] for pair in (("sent", "lent"), ("received", "pulled"))
         )
-        for counters in (sent, received) if is_wide else [sent + received]:
-            yield size(self.last.rate(*counters, of=worker.worker_id))
+        for heading, counters in (("OUT/S", sent), ("IN/S", received), ("KV/S", sent + received)):
+            yield heading, size(self.last.rate(*counters, of=worker.worker_id))
 
     def _tenants(self) -> Panel:
         headings = ("TENANT", "SHARE OF TOKENS", "REQUESTS", "WAITING", "TOKENS/S", "TOKENS")

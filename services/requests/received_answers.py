@@ -13,8 +13,10 @@ OTHER_ORIGIN = "OTHER_ORIGIN"
 
 def check_received(
     generation: pb.Generation, params: SamplingParams, num_best: int | None, model: ServedModel, adapter: str
-) -> None:
+) -> bytes:
     """Refuse to continue answers that could differ from what the client has received.
+
+    Returns the cache descriptor of the workers that may continue them; empty if nothing was received.
 
     Args:
         num_best: number of answers to return of those sampled; None: all.
@@ -27,7 +29,7 @@ def check_received(
     if not generation.received:
         if generation.origin:
             raise InvalidArgument("origin", "must be empty without received")
-        return
+        return b""
     if not generation.origin:
         raise InvalidArgument("received", "needs origin, from the first message of the broken stream")
     fields = {
@@ -40,7 +42,8 @@ def check_received(
             raise InvalidArgument(field, "must be absent with received: such answers cannot be continued")
     if not generation.sampling.HasField("seed"):
         raise InvalidArgument("sampling.seed", "must be set with received, to the seed of the first tokens")
-    if generation.origin != model.origin(adapter):
+    origins = {model.origin(each, adapter): each for each in model.descriptors()}
+    if generation.origin not in origins:
         raise FailedPrecondition(
             "the received tokens come from another model, or from one that is computed in another way; "
             "begin the request again",
@@ -62,3 +65,4 @@ def check_received(
                 f"must be at most stopping.max_tokens, {params.max_tokens}; got {len(answer.token_ids)}",
                 metadata={"limit": str(params.max_tokens)},
             )
+    return origins[generation.origin]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -21,7 +21,7 @@ class ServedModel:
     """The served model: its limits, its tokenizer and its chat template.
 
     Attributes:
-        cache_descriptor: that of the workers; it changes when they get another arithmetic.
+        descriptors: returns the cache descriptors of the present workers, one for each revision.
         adapters: returns the present digests of the adapters by name; empty for one that no workers agree on.
     """
 
@@ -30,7 +30,6 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     block_size: int
-    cache_descriptor: bytes
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
@@ -41,14 +40,15 @@ class ServedModel:
     """How the model writes reasoning and tool calls; None if its files do not show it."""
     embedding: worker_pb2.EmbeddingModel = field(default_factory=worker_pb2.EmbeddingModel)
     adapters: Callable[[], Mapping[str, str]] = dict
+    descriptors: Callable[[], Iterable[bytes]] = tuple
 
-    def origin(self, adapter: str) -> str:
+    def origin(self, descriptor: bytes, adapter: str) -> str:
         """Return a text that identifies the model, how it is computed, and an adapter's digest, or none.
 
         An answer may continue where it is equal.
         """
         defaults = repr(sorted(self.sampling_defaults.items())) if self.sampling_defaults else ""
-        return blake2b(self.cache_descriptor + (defaults + adapter).encode(), digest_size=8).hexdigest()
+        return blake2b(descriptor + (defaults + adapter).encode(), digest_size=8).hexdigest()
 
 
 def load_served_model(
@@ -81,7 +81,6 @@ def load_served_model(
         vocab_size=info.vocab_size,
         eos_token_ids=frozenset(info.eos_token_ids),
         block_size=info.layout.block_size,
-        cache_descriptor=info.cache_descriptor,
         tokenizer=tokenizer,
         chat_template=chat_template,
         tokenizer_config=files.config,

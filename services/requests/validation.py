@@ -66,6 +66,8 @@ class ValidRequest:
     """Whether the model's length leaves fewer tokens than the client allows an answer to have."""
     received: Sequence[pb.ReceivedAnswer] = ()
     """What the client has received of the answers in an earlier stream; each index at most once."""
+    descriptor: bytes = b""
+    """Cache descriptor of the workers that may continue what was received; empty without it."""
     division: Division | None = None
     """How to divide the answers; None: the client wants only their text."""
 
@@ -123,7 +125,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         params = SamplingParams(**values)
         check_vocabulary(params, model.vocab_size)
     _check_contradictions(params, generation, model)
-    check_received(generation, params, num_best, model, adapter)
+    descriptor = check_received(generation, params, num_best, model, adapter)
     return ValidRequest(
         request_id=request_id,
         prompt_field=generation.WhichOneof("prompt"),
@@ -137,6 +139,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         adapter=adapter,
         is_clamped=generation.stopping.max_tokens > num_left,
         received=generation.received,
+        descriptor=descriptor,
         division=division,
     )
 

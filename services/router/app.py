@@ -51,6 +51,7 @@ from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
 from quire.services.router.workers.queue import WorkerQueue
 from quire.services.router.workers.silences import TICK_SECONDS
+from quire.services.router.workers.worker import can_continue
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn, background, in_background
 from quire.services.server.log import get_logger
@@ -271,17 +272,18 @@ async def _cluster(
         generation_config=config.generation_config,
     )
     model.adapters = workers.adapters
+    model.descriptors = lambda: {worker.info.cache_descriptor for worker in workers.all()}
     layout = layout_from_proto(info.layout)
     blocks = Blocks(layout.block_size, layout.block_bytes)
     planner = Planner(config.placing, blocks, time.monotonic, Random())
     workers.call_on_leave(planner.forget)
     queue = WorkerQueue(
-        lambda: bool(workers.serving("decode")),
+        lambda began: any(can_continue(each.info, began) for each in workers.serving("decode")),
         max_wait_seconds=config.worker_wait_seconds,
         waiting=metrics.requests_waiting,
     )
     workers.call_on_return(queue.wake)
-    prefixes = sources.prefixes(model)
+    prefixes = sources.prefixes(model.block_size)
     suspects, pushes = Suspects(), Pushes()
     workers.call_on_leave(pushes.forget)
     copies = Copies(workers, spawn, CopyMetrics(metrics.registry), copies_grown=config.copy_answers)
@@ -313,8 +315,6 @@ async def _follow_workers(
             await workers.refresh()
             if workers.reference is not None and not cluster.done():
                 await join(workers.reference)
-            elif workers.reference is not None:
-                cluster.result().model.cache_descriptor = workers.reference.cache_descriptor
             problem = ""
         except BadFileError as error:
             running.failure.set_result(error)
@@ -324,6 +324,9 @@ async def _follow_workers(
                 _log.exception("refresh_failed")
         for role in ("prefill", "decode"):
             running.metrics.workers.labels(role).set(len(workers.live(role)))
+        running.metrics.show_revisions(
+            (each.revision, each.role, workers.state(each)) for each in workers.all()
+        )
         is_complete = cluster.done() and workers.live("decode")
         if running.calls.is_stopping and not workers.live("decode") and not workers.expects_workers:
             _end_waits(cluster)

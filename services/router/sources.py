@@ -15,7 +15,6 @@ from quire.kvindex.guarded_index import GuardedIndex
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.instrumented_index import IndexMetrics, InstrumentedIndex
 from quire.kvindex.redis_index import RedisIndex, membership_client, reader_client
-from quire.services.requests.served_model import ServedModel
 from quire.services.router.execution.prefix_lookup import PrefixLookup
 from quire.services.router.tenants.shared_usage import SharedUsage, shared_usage
 from quire.services.router.workers.membership import Member, Membership, MembershipLost, StaticMembership
@@ -25,8 +24,8 @@ class Sources(NamedTuple):
     """Sources of the router's knowledge about the workers and their blocks."""
 
     membership: Membership
-    prefixes: Callable[[ServedModel], PrefixLookup]
-    """Returns the prefix look-up for a model; called once the model is known."""
+    prefixes: Callable[[int], PrefixLookup]
+    """Returns the prefix look-up for a block size; called once the model is known."""
     expected_fingerprint: Callable[[bytes], str]
     """Returns the fingerprint that a worker with the router's secret has for a cache descriptor."""
     usage: SharedUsage | None = None
@@ -68,11 +67,11 @@ async def open_sources(
     def expected_fingerprint(descriptor: bytes) -> str:
         return fingerprint(descriptor, cluster_secret)
 
-    def lookup(index: GuardedIndex | None, model: ServedModel) -> PrefixLookup:
-        def root_of(scope: CacheScope) -> bytes:
-            return root_hash(model.cache_descriptor, cluster_secret, scope)
+    def root_of(descriptor: bytes, scope: CacheScope) -> bytes:
+        return root_hash(descriptor, cluster_secret, scope)
 
-        return PrefixLookup(index, root_of, model.block_size)
+    def lookup(index: GuardedIndex | None, block_size: int) -> PrefixLookup:
+        return PrefixLookup(index, root_of, block_size)
 
     if redis_url is None:
         yield Sources(StaticMembership(worker_addresses), partial(lookup, None), expected_fingerprint)

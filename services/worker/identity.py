@@ -28,6 +28,8 @@ class WorkerIdentity:
     eos_token_ids: frozenset[int]
     cluster_secret: bytes = field(repr=False)
     embedding: worker_pb2.EmbeddingModel = field(default_factory=worker_pb2.EmbeddingModel)
+    text_digest: str = ""
+    """Equal in workers whose requests a router tokenizes in the same way."""
 
     @cached_property
     def cache_descriptor(self) -> bytes:
@@ -69,4 +71,5 @@ class WorkerIdentity:
             num_blocks=self.num_blocks,
             cache_descriptor=self.cache_descriptor,
             embedding=self.embedding,
+            text_digest=self.text_digest,
         )

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from quire.kvindex.block_hash import revision
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.pull_server import KvPullServicer
@@ -162,6 +163,7 @@ def _log_ready(start: Start) -> None:
         address=address,
         blocks=identity.num_blocks,
         arithmetic=identity.layout.arithmetic,
+        revision=revision(identity.cache_descriptor),
     )
     if start.publisher is None:
         remedy = f"give router and workers --redis-url, or the router --worker {address}"

@@ -70,9 +70,9 @@ def model(model_folder: Path, tokenizer: Tokenizer) -> ServedModel:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({1}),
         block_size=4,
-        cache_descriptor=b"tiny",
         tokenizer=tokenizer,
         chat_template=ChatTemplate.load(load_model_files(str(model_folder))),
+        descriptors=lambda: [b"tiny"],
     )
 
 

@@ -121,6 +121,8 @@ class FakeWorker(StreamingWorker):
         self.max_model_len = 64
         self.secret = b""
         self.cache_descriptor = b"tiny"
+        self.described = worker_pb2.GetWorkerInfoResponse()
+        """What its description has besides."""
         self.layout = kvtransfer_pb2.KvLayout(block_size=4, num_layers=1, dtype="float32")
         self.calls: list[Any] = []
         self.aborted = asyncio.Event()
@@ -166,6 +168,7 @@ class FakeWorker(StreamingWorker):
             address=self.server.address,
             embedding=self.embedding,
         )
+        info.MergeFrom(self.described)
         if self.secret:
             info.proof = description_proof(self.secret, request.nonce, info)
         return info

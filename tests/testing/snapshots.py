@@ -16,11 +16,15 @@ def worker(
     running: int = 0,
     is_draining: bool = False,
     is_silent: bool = False,
+    is_waiting: bool = False,
+    revision: str = "a0b1c2d3",
 ) -> WorkerStatus:
     """Return a worker with 100 blocks, of which 20 are cached."""
     load = WorkerLoad(running, 0, 0, used_blocks=used, cached_blocks=20, free_blocks=80 - used)
     known = None if is_silent else load
-    return WorkerStatus(worker_id, role, "host:1", is_draining, running, known, "demo", "host:2")
+    return WorkerStatus(
+        worker_id, role, "host:1", is_draining, running, known, "demo", "host:2", revision, is_waiting
+    )
 
 
 def counters(started: float, **counts: float) -> dict[tuple[str, str], float]:

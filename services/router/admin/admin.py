@@ -59,7 +59,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
         """Return the status of every worker and tenant; a worker that does not answer has no load."""
         workers = sorted(self._workers.all(), key=lambda worker: (worker.role, worker.worker_id))
-        statuses = await asyncio.gather(*map(_status, workers))
+        statuses = await asyncio.gather(*map(self._status, workers))
         tenants = [
             pb.TenantStatus(name=name, **asdict(counts)) for name, counts in sorted(self._tenants.items())
         ]
@@ -176,6 +176,20 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         _log.info("adapter_removed", adapter=request.name, workers=len(workers))
         return pb.RemoveAdapterResponse()
 
+    async def _status(self, worker: Worker) -> pb.WorkerStatus:
+        return pb.WorkerStatus(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            address=worker.address,
+            is_draining=worker.health.is_draining,
+            num_requests=worker.num_requests,
+            load=await _load(worker),
+            model=worker.info.model,
+            metrics_address=_metrics_address(worker),
+            revision=worker.revision,
+            is_waiting=self._workers.state(worker) == "waiting",
+        )
+
     def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
         known = {worker.worker_id: worker for worker in self._workers.all()}
         for worker_id in worker_ids:
@@ -206,19 +220,6 @@ async def admin_server(
     async with grpc_server([service], host="127.0.0.1", port=port, registry=CollectorRegistry()) as server:
         await server.ready()
         yield server
-
-
-async def _status(worker: Worker) -> pb.WorkerStatus:
-    return pb.WorkerStatus(
-        worker_id=worker.worker_id,
-        role=worker.role,
-        address=worker.address,
-        is_draining=worker.health.is_draining,
-        num_requests=worker.num_requests,
-        load=await _load(worker),
-        model=worker.info.model,
-        metrics_address=_metrics_address(worker),
-    )
 
 
 def _metrics_address(worker: Worker) -> str:

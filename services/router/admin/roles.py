@@ -108,7 +108,8 @@ class Roles:
         async with self._changing:
             if worker.role == role:
                 return
-            if role == "prefill" and not any(w is not worker for w in self._workers.serving("decode")):
+            others = [w for w in self._workers.serving("decode") if w is not worker]
+            if role == "prefill" and not any(w.revision == worker.revision for w in others):
                 raise FailedPrecondition(
                     f"no decode worker that takes requests would be left without {worker.worker_id}",
                     reason="LAST_DECODE_WORKER",
@@ -133,6 +134,8 @@ class Roles:
         if self._controller is None:
             return
         workers = {worker.worker_id: worker for role in ROLES for worker in self._workers.serving(role)}
+        if len({worker.revision for worker in workers.values()}) > 1:
+            return  # During an update, a change could leave a revision without workers of one role.
         states = [_state(worker, planner) for worker in workers.values()]
         changes = self._controller.decide(states, self._totals(planner))
         self._metrics.show(self._controller.pressure)

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from quire.models.embeddings import Pooling
 from quire.protos import worker_pb2
 from quire.routing.placement import Placement, PlannedPrompt
+from quire.routing.revisions import receiving
 from quire.services.router.execution.attempt import Attempt
 from quire.services.router.execution.failures import WorkerCallFailed
 from quire.services.router.execution.generation import RETRY_BACKOFF_SECONDS, GenerationRun
@@ -42,7 +43,11 @@ class EmbeddingChoice(WorkerChoice):
         return placement._replace(decode=chosen, decode_reason=reason, prefill_reason=None)
 
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
-        return super()._serving("prefill", group) or super()._serving("decode", group)
+        by_role = [super()._serving(each, group) for each in ("prefill", "decode")]
+        # Vectors of different weights cannot be compared, so only one revision at a time computes them.
+        revisions = receiving(*([worker.revision for worker in workers] for workers in by_role))[:1]
+        chosen = [[worker for worker in workers if worker.revision in revisions] for workers in by_role]
+        return chosen[0] or chosen[1]
 
 
 class EmbeddingAttempt(Attempt):

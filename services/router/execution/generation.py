@@ -107,7 +107,7 @@ class GenerationRun:
         )
         due = arrival + patience(request.priority, deadline - arrival)
         self._choice = self._make_choice(
-            cluster, scope, self._account, due, self._remaining_seconds, self._weight
+            cluster, scope, self._account, due, self._remaining_seconds, self._weight, request.descriptor
         )
 
     @property
@@ -142,7 +142,7 @@ class GenerationRun:
                     response.request_id = request.request_id
                     response.prompt_logprobs.extend(self._account.prompt_logprobs)
                     response.prompt_tokens = len(request.prompt_token_ids)
-                    response.origin = self._cluster.model.origin(self._scope.adapter)
+                    response.origin = self._cluster.model.origin(self._choice.descriptor, self._scope.adapter)
                     if request.is_clamped:
                         response.max_tokens = request.params.max_tokens
                     if request.response.prompt_token_ids:
@@ -191,6 +191,7 @@ class GenerationRun:
                 placement = await self._choice.choose(group, next_worker)
                 sequence = self._sequence(group, placement)
                 attempt = Attempt(cluster.workers, cluster.spawn, placement, group, sequence, self._account)
+                self._choice.descriptor = attempt.decode.info.cache_descriptor
                 running = attempt.outputs(cluster.followers, self._remaining_seconds)
                 async with aclosing(running) as outputs:
                     async for parts in outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.kvindex.block_hash import CacheScope, block_hashes
 from quire.kvindex.guarded_index import GuardedIndex
@@ -18,19 +18,33 @@ class PrefixLookup:
 
     Args:
         index: the index; None: only hashes are computed.
-        root_of: returns the root hash of a scope.
+        root_of: returns the root hash of a scope on workers with a cache descriptor.
     """
 
     def __init__(
-        self, index: GuardedIndex | None, root_of: Callable[[CacheScope], bytes], block_size: int
+        self, index: GuardedIndex | None, root_of: Callable[[bytes, CacheScope], bytes], block_size: int
     ) -> None:
         self._index = index
         self._root_of = root_of
         self._block_size = block_size
 
-    async def look_up(self, token_ids: Sequence[int], scope: CacheScope) -> PlannedPrompt:
-        """Return the prompt with its full blocks in a scope, and where these are cached. Never raises."""
-        root = self._root_of(scope)
+    async def look_up(
+        self, token_ids: Sequence[int], scope: CacheScope, descriptors: Iterable[bytes]
+    ) -> PlannedPrompt:
+        """Return the prompt with its full blocks in a scope, and where these are cached. Never raises.
+
+        Args:
+            descriptors: cache descriptors of the workers. Blocks have other hashes with each; the prompt gets
+                those of the first.
+        """
+        first, *others = [await self._look_up(token_ids, scope, each) for each in descriptors]
+        cached = dict(first.cached_by_worker or {})
+        for other in others:
+            cached.update(other.cached_by_worker or {})
+        return first if first.cached_by_worker is None else first._replace(cached_by_worker=cached)
+
+    async def _look_up(self, token_ids: Sequence[int], scope: CacheScope, descriptor: bytes) -> PlannedPrompt:
+        root = self._root_of(descriptor, scope)
         if len(token_ids) <= INLINE_HASHED_TOKENS:
             hashes = block_hashes(root, token_ids, self._block_size)
         else:

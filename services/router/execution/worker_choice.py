@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import inf
 
 from quire.kvindex.block_hash import CacheScope
+from quire.kvindex.worker_record import ROLES
 from quire.routing.placement import Placement, PlannedPrompt, TooLateError
 from quire.routing.policy import CandidateWorker
 from quire.rpc.errors import ADAPTER_NOT_LOADED, FailedPrecondition
@@ -15,7 +16,7 @@ from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.queue import Work
-from quire.services.router.workers.worker import Worker, can_adapt
+from quire.services.router.workers.worker import Worker, can_adapt, can_continue
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase
 
@@ -35,6 +36,10 @@ class WorkerChoice:
         arrival: when the request arrived, a reading of the clock, plus its patience.
         remaining_seconds: returns the time until the request's deadline, or raises DeadlineExceeded.
         weight: weight of its tenant.
+        descriptor: cache descriptor of the workers that began the answers; empty if none did.
+
+    Attributes:
+        descriptor: that of the latest attempt's workers. An answer that has begun keeps its weights.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class WorkerChoice:
         arrival: float,
         remaining_seconds: Callable[[], float],
         weight: int = 1,
+        descriptor: bytes = b"",
     ) -> None:
         self._cluster = cluster
         self._scope = scope
@@ -52,6 +58,7 @@ class WorkerChoice:
         self._arrival = arrival
         self._remaining_seconds = remaining_seconds
         self._weight = weight
+        self.descriptor = descriptor
         self._failed: set[str] = set()
 
     def record_failure(self, worker: Worker) -> None:
@@ -85,7 +92,7 @@ class WorkerChoice:
         """Wait until a decode worker accepts requests."""
         cluster = self._cluster
         try:
-            work = Work(self._scope.tenant, len(group.token_ids), self._weight)
+            work = Work(self._scope.tenant, len(group.token_ids), self._weight, self._begun_by(group))
             await cluster.queue.turn(self._arrival, self._remaining_seconds(), work)
         except TimeoutError:
             self._remaining_seconds()
@@ -93,13 +100,15 @@ class WorkerChoice:
             raise no_decode_worker(cluster.workers, metadata) from None
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
-        return await self._cluster.prefixes.look_up(group.token_ids, self._scope)
+        workers = [worker for role in ROLES for worker in self._serving(role, group)]
+        descriptors = dict.fromkeys(worker.info.cache_descriptor for worker in workers) or [self.descriptor]
+        return await self._cluster.prefixes.look_up(group.token_ids, self._scope, descriptors)
 
     async def _place(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement | None:
         """Return the workers that the planner chooses, or None if no decode worker accepts requests."""
         cluster = self._cluster
         start = cluster.clock()
-        self._check_adapter()
+        self._check_adapter(group)
         only = next_worker
         if only is not None and not (only.worker.can_serve and can_adapt(only.worker, self._scope.adapter)):
             only = None
@@ -166,17 +175,35 @@ class WorkerChoice:
 
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
         """Return the workers that may get a group; for a suspect, those that answered after the death."""
-        serving = self._cluster.workers.serving(role)
         return [
             each
-            for each in serving
+            for each in self._able(role, group)
             if can_adapt(each, self._scope.adapter)
             and (not group.deaths or each.health.answered_at >= group.died_at)
         ]
 
-    def _check_adapter(self) -> None:
+    def _begun_by(self, group: AnswerGroup) -> bytes:
+        """Return the cache descriptor of the workers that began a group's answers; empty if none did."""
+        has_begun = self._account.usage.completion_tokens or any(each.token_ids for each in group.answers)
+        return self.descriptor if has_begun else b""
+
+    def _able(self, role: str, group: AnswerGroup) -> list[Worker]:
+        """Return the workers that accept requests and may serve a group: if it has begun, of its revision.
+
+        If that has no decode worker, workers with the same weights, whose arithmetic is another, continue it.
+        """
+        workers = self._cluster.workers
+        if not (descriptor := self._begun_by(group)):
+            return workers.serving(role)
+        able = [each for each in workers.serving() if can_continue(each.info, descriptor)]
+        own = [each for each in able if each.info.cache_descriptor == descriptor]
+        if any(each.role == "decode" for each in own):
+            able = own
+        return [each for each in able if each.role == role]
+
+    def _check_adapter(self, group: AnswerGroup) -> None:
         """Raise FailedPrecondition if decode workers take requests, and none has the adapter of this one."""
-        serving = self._cluster.workers.serving("decode")
+        serving = self._able("decode", group)
         if serving and not any(can_adapt(each, self._scope.adapter) for each in serving):
             raise FailedPrecondition(
                 f"no decode worker has the adapter with the digest {self._scope.adapter} any more; "
@@ -200,6 +227,7 @@ class WorkerChoice:
                 num_requests=worker.num_requests + worker.load_of_others.num_requests,
                 is_unhealthy=self._is_unhealthy(worker)
                 or bool(group.deaths and suspects.is_near(worker.worker_id)),
+                revision=worker.revision,
             )
             for worker in self._serving(role, group)
             if only is None or worker is only

@@ -33,7 +33,10 @@ class WorkerView(BaseModel):
 
     label: str
     role: str
-    state: Literal["serving", "draining", "silent"]
+    revision: str
+    """Prefill and decode workers of one revision work together."""
+    state: Literal["serving", "waiting", "draining", "silent"]
+    """waiting: it gets no new requests because its revision lacks a worker of the other role."""
     requests: int | None = None
     """Requests that run, wait or get blocks, of all routers; null if the worker does not answer."""
     blocks: BlockCounts | None = None
@@ -79,11 +82,13 @@ async def _view(servicer: GenerationServicer) -> ClusterView:
     labels = {}
     for worker, load in await loads(cluster, LOAD_SECONDS):
         labels[worker.worker_id] = worker.label
-        shown = WorkerView(label=worker.label, role=worker.role, state="serving")
+        shown = WorkerView(label=worker.label, role=worker.role, revision=worker.revision, state="serving")
         if worker.health.is_draining:
             shown.state = "draining"
         elif not worker.can_serve:
             shown.state = "silent"
+        elif cluster.workers.state(worker) == "waiting":
+            shown.state = "waiting"
         if load is not None:
             shown.requests = load.num_running + load.num_waiting + load.num_transferring
             shown.blocks = BlockCounts(

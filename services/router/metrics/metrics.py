@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,13 @@ class RouterMetrics:
             registry=registry,
         )
         self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
+        self.revision_workers = Gauge(
+            "quire_revision_workers",
+            "Workers by revision, role and state; waiting: the revision lacks a worker of the other role.",
+            ["revision", "role", "state"],
+            registry=registry,
+        )
+        self._shown: set[tuple[str, str, str]] = set()
         self.prompt_tokens = _counter(
             registry, "prompt_tokens", "Tokens of accepted requests: of prompts, and those in received."
         )
@@ -116,6 +124,15 @@ class RouterMetrics:
         self._create_times(registry)
         self.turns = Turns(registry)
         self._begin_at_zero()
+
+    def show_revisions(self, workers: Iterable[tuple[str, str, str]]) -> None:
+        """Show how many workers have each revision, role and state; what has no worker disappears."""
+        numbers = Tally(workers)
+        for labels in self._shown - numbers.keys():
+            self.revision_workers.remove(*labels)
+        for labels, number in numbers.items():
+            self.revision_workers.labels(*labels).set(number)
+        self._shown = set(numbers)
 
     def _create_outcomes(self, registry: CollectorRegistry) -> None:
         self.pulls = _counter(

@@ -187,9 +187,10 @@ class Copies:
         prefill, key = attempt.prefill, attempt.group.sequence_id
         if prefill is not None and prefill.can_serve:
             return prefill
-        others = [worker for worker in self._workers.serving("decode") if worker is not attempt.decode]
+        equal = [worker for worker in self._workers.serving() if worker.revision == attempt.decode.revision]
+        others = [worker for worker in equal if worker.role == "decode" and worker is not attempt.decode]
         return max(
-            others or self._workers.serving("prefill"),
+            others or [worker for worker in equal if worker.role == "prefill"],
             key=lambda worker: hashlib.sha256(f"{key} {worker.worker_id}".encode()).digest(),
             default=None,
         )
@@ -244,13 +245,12 @@ class Copies:
     def _target(self, attempt: Attempt) -> Worker | None:
         """Return the decode worker with the most room, or None if no other suitable one accepts requests.
 
-        A worker with another arithmetic would compute other bits, so it gets no answer, nor does one without
-        the adapter.
+        A worker of another revision would compute other bits, so it gets no answer, nor does one without the
+        adapter.
         """
         draining, adapter = attempt.decode, attempt.scope.adapter
-        descriptor = draining.info.cache_descriptor
         others = (each for each in self._workers.serving("decode") if each is not draining)
-        serving = [w for w in others if w.info.cache_descriptor == descriptor and can_adapt(w, adapter)]
+        serving = [w for w in others if w.revision == draining.revision and can_adapt(w, adapter)]
         healthy = [worker for worker in serving if not worker.health.is_unhealthy]
         return min(healthy or serving, key=self._share_in_use, default=None)
 

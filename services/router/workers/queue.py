@@ -27,6 +27,8 @@ class Work(NamedTuple):
     tenant: str = ""
     num_tokens: int = 1
     weight: int = 1
+    descriptor: bytes = b""
+    """Cache descriptor of the workers that began its answer; empty: none did, and any worker may serve it."""
 
 
 class _Entry(NamedTuple):
@@ -49,7 +51,7 @@ def in_fair_order(entries: list[_Entry]) -> list[_Entry]:
     places: list[tuple[float, _Entry]] = []
     for entry in entries:
         places.append((served.level(entry.work.tenant), entry))
-        served.serve(*entry.work)
+        served.serve(entry.work.tenant, entry.work.num_tokens, entry.work.weight)
     return [entry for _, entry in sorted(places, key=itemgetter(0))]
 
 
@@ -57,14 +59,15 @@ class WorkerQueue:
     """The requests that wait for a worker; admission limits their number.
 
     Args:
-        can_serve: returns whether a decode worker takes requests now.
+        can_serve: returns whether a decode worker takes requests now that begin, or that workers with a cache
+            descriptor began.
         max_wait_seconds: longest time that a request waits; 0: none waits.
         waiting: shows how many requests wait.
     """
 
     def __init__(
         self,
-        can_serve: Callable[[], bool],
+        can_serve: Callable[[bytes], bool],
         *,
         max_wait_seconds: float,
         waiting: Gauge,
@@ -77,10 +80,12 @@ class WorkerQueue:
         self._num_turns = 0
 
     def wake(self) -> None:
-        """Let all waiting requests continue, in a fair order, if a worker accepts requests now."""
-        if self._can_serve():
-            for entry in in_fair_order([entry for entry in self._turns if not entry.turn.done()]):
-                entry.turn.set_result(None)
+        """Let the waiting requests continue, in a fair order, for which a worker accepts requests now."""
+        for entry in in_fair_order([entry for entry in self._turns if self._may_go(entry)]):
+            entry.turn.set_result(None)
+
+    def _may_go(self, entry: _Entry) -> bool:
+        return not entry.turn.done() and self._can_serve(entry.work.descriptor)
 
     def end(self, error: Callable[[], ServiceError]) -> None:
         """End all waits with an error."""
@@ -99,7 +104,10 @@ class WorkerQueue:
             TimeoutError: there was no worker within the longest wait, or until the deadline.
             ServiceError: the error of ``end``.
         """
-        if self._can_serve() and not (self._turns and self._turns[0].arrival < arrival):
+        has_older = any(
+            each.arrival < arrival and self._can_serve(each.work.descriptor) for each in self._turns
+        )
+        if self._can_serve(work.descriptor) and not has_older:
             return
         self._num_turns += 1
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

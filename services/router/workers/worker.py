@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from quire.kvindex.block_hash import revision
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.channels import CHANNEL_OPTIONS
 from quire.rpc.proof import Caller, Peer
@@ -110,11 +112,14 @@ class Worker:
     """Resident tokens: those of the sequences whose blocks it keeps."""
     adapters: dict[str, str] = field(init=False)
     """Digests of its adapters by name."""
+    revision: str = field(init=False)
+    """Only workers of one revision work together."""
     load_of_others: worker_pb2.TotalLoad = field(default_factory=worker_pb2.TotalLoad)
     """Load of other routers' requests, as it reported last. The counts above are this router's own."""
 
     def __post_init__(self) -> None:
         self.role = self.info.role
+        self.revision = revision(self.info.cache_descriptor)
         self.set_adapters(self.info.adapters)
 
     def set_adapters(self, adapters: Iterable[worker_pb2.Adapter]) -> None:
@@ -155,15 +160,28 @@ class Worker:
         return self.connection.stub
 
 
+def can_continue(info: worker_pb2.GetWorkerInfoResponse, descriptor: bytes) -> bool:
+    """Return whether a worker continues answers of workers with a cache descriptor: it has their weights.
+
+    Another arithmetic may compute other later tokens, but they are the same model's. Empty: any answers.
+    """
+    return not descriptor or _model_of(info.cache_descriptor) == _model_of(descriptor)
+
+
+def _model_of(descriptor: bytes) -> bytes:
+    """Return a cache descriptor without the name of the arithmetic."""
+    return re.sub(rb'"arithmetic":"[^"]*",', b"", descriptor)
+
+
 def can_adapt(worker: Worker, digest: str) -> bool:
     """Return whether a worker has the adapter of a digest; an empty digest stands for none."""
     return not digest or digest in worker.adapters.values()
 
 
 def has_substitute(worker: Worker, workers: Iterable[Worker]) -> bool:
-    """Return whether one of ``workers`` can take over; decode workers can compute prompts too."""
+    """Return whether one of ``workers`` can take over answers; decode workers can compute prompts too."""
     return any(
         other.role in (worker.role, "decode") and not (other.health.is_draining or other.health.has_symptom)
         for other in workers
-        if other is not worker
+        if other is not worker and can_continue(other.info, worker.info.cache_descriptor)
     )

@@ -14,6 +14,7 @@ import grpc
 
 from quire.kvindex.worker_record import ROLES
 from quire.protos import worker_pb2
+from quire.routing.revisions import receiving
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.proof import Caller
 from quire.rpc.tls import Connect
@@ -41,8 +42,7 @@ class WorkerSet:
     A worker that answers stays until it reports that it is leaving. If its lease is gone, the router asks the
     worker itself, because Redis may have lost all leases at once.
 
-    All workers must serve the model of the first worker, with the same KV layout and block hashes. Others are
-    refused. Once all workers drain or have left, workers with another arithmetic may follow.
+    All workers must serve the model of the first worker; see ``Acceptance``. Their revisions may differ.
     """
 
     def __init__(
@@ -103,6 +103,16 @@ class WorkerSet:
     def serving(self, role: str | None = None) -> list[Worker]:
         """Return the workers that may get requests, all or those of a role; see ``Worker.can_serve``."""
         return [w for w in self._workers.values() if role in (None, w.role) and w.can_serve]
+
+    def receiving(self) -> list[str]:
+        """Return the revisions of which workers get new requests; see ``quire.routing.revisions``."""
+        by_role = ([worker.revision for worker in self.serving(role)] for role in ("prefill", "decode"))
+        return receiving(*by_role)
+
+    def state(self, worker: Worker) -> str:
+        """Return a worker's state in a word; "waiting": it could serve, but its revision is incomplete."""
+        state = _state(worker)
+        return "waiting" if state == "serving" and worker.revision not in self.receiving() else state
 
     def decode_problem(self) -> str | None:
         """Return why no decode worker can serve a request now; None if one can.
@@ -304,21 +314,16 @@ class WorkerSet:
         connection = self._connections.open(address)
         if probe := await self._probing.meet(connection):
             member = next((record for record in records if record.epoch == probe.info.epoch), records[0])
-            if self._accepts(member, probe):
+            if self._acceptance.accepts(member, probe):
                 health = WorkerHealth(self._clock, is_draining=probe.info.is_draining)
                 worker = Worker(address, probe.info, connection, health)
                 self._connections.prepare(worker)
                 # While the stream was opened, another worker may have become the first.
-                if await connection.outputs.opened(self._probing.probe_seconds) and self._accepts(
-                    member, probe
-                ):
+                is_open = await connection.outputs.opened(self._probing.probe_seconds)
+                if is_open and self._acceptance.accepts(member, probe):
                     self._join(worker)
                     return
         await connection.close()
-
-    def _accepts(self, member: Member, probe: Probe) -> bool:
-        may_change = all(worker.health.is_draining for worker in self._workers.values())
-        return self._acceptance.accepts(member, probe, may_change=may_change)
 
     def _tell_return(self, worker: Worker) -> None:
         if worker.can_serve:
@@ -329,7 +334,8 @@ class WorkerSet:
         self._acceptance.joined(worker.info)
         self._workers[worker.address] = worker
         self._name(worker)
-        _log.info("worker_joined", worker=worker.worker_id, role=worker.role, address=worker.address)
+        name, revision = worker.worker_id, worker.revision
+        _log.info("worker_joined", worker=name, role=worker.role, revision=revision, address=worker.address)
         watch = watch_worker(worker, self.router_id, self._hear_report, self.set_aside)
         self._watches[worker] = asyncio.create_task(watch)
         self._tell_return(worker)
@@ -353,11 +359,7 @@ class WorkerSet:
             self._connections.close_soon(worker.connection)
 
     def _mark(self, worker: Worker, is_draining: bool) -> None:
-        """Record whether a worker drains; one with another arithmetic leaves when that changes."""
         if not worker.health.reported_draining(is_draining):
-            return
-        if self.reference and worker.info.cache_descriptor != self.reference.cache_descriptor:
-            self._leave(worker, "other_arithmetic")
             return
         _log.info("worker_draining" if is_draining else "worker_serving", worker=worker.worker_id)
         self._tell_return(worker)

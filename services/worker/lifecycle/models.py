@@ -25,6 +25,7 @@ from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.embeddings import NoEmbeddingsError, read_embedding_config
 from quire.models.source import pin_revision
+from quire.models.text_files import text_digest
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.services.server.log import get_logger
@@ -151,6 +152,7 @@ def identify(config: WorkerConfig, worker_id: str, models: Models) -> WorkerIden
         eos_token_ids=model.eos_token_ids,
         cluster_secret=config.cluster_secret,
         embedding=_embedding_model(config, model),
+        text_digest=text_digest(model.folder),
     )
 
 

@@ -32,10 +32,10 @@ def model(tokenizer: Tokenizer) -> ServedModel:
         vocab_size=320,
         eos_token_ids=frozenset({1}),
         block_size=4,
-        cache_descriptor=b"",
         tokenizer=tokenizer,
         chat_template=ChatTemplate(TEMPLATE, {}),
         answer_format=find_answer_format({}, TEMPLATE, tokenizer.added_tokens),
+        descriptors=lambda: [b"tiny"],
     )
 
 
@@ -126,7 +126,7 @@ async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(mod
         await validate(generation, model)
     assert refused.value.field == "chat.rendered"
     generation.received.add(token_ids=[5])
-    generation.origin, generation.sampling.seed = model.origin(""), 3
+    generation.origin, generation.sampling.seed = model.origin(b"tiny", ""), 3
     assert (await validate(generation, model)).prompt_token_ids == [5, 6, 7]
 
 

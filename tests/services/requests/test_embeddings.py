@@ -21,7 +21,7 @@ def model(request: pytest.FixtureRequest, model_folder: Path) -> ServedModel:
     specials = [("<s>", 0), ("</s>", 1)]
     library.post_processor = processors.TemplateProcessing(single=request.param, special_tokens=specials)
     embedding = worker_pb2.EmbeddingModel(size=4, pooling="lasttoken")
-    return ServedModel("tiny", 64, 320, frozenset({1}), 4, b"", Tokenizer(library), None, embedding=embedding)
+    return ServedModel("tiny", 64, 320, frozenset({1}), 4, Tokenizer(library), None, embedding=embedding)
 
 
 @pytest.mark.parametrize("longest", [1, 2, 5, 11, 63, -1])

@@ -17,10 +17,11 @@ from quire.services.router.execution.prefix_lookup import PrefixLookup
 BLOCK_SIZE = 4
 SCOPE, OTHER = CacheScope("tenant", "salt"), CacheScope("other", "salt")
 PROMPT = list(range(11))
+DESCRIPTOR = b"model"
 
 
-def root_of(scope: CacheScope) -> bytes:
-    return root_hash(b"model", b"secret", scope)
+def root_of(descriptor: bytes, scope: CacheScope) -> bytes:
+    return root_hash(descriptor, b"secret", scope)
 
 
 class Index:
@@ -49,13 +50,13 @@ async def test_full_blocks_are_hashed_in_their_scope(is_long: bool, monkeypatch:
     if is_long:
         monkeypatch.setattr(prefix_lookup, "INLINE_HASHED_TOKENS", 3)
     index = Index({"a": 2, "b": 1})
-    prompt = await lookup(index).look_up(PROMPT, SCOPE)
+    prompt = await lookup(index).look_up(PROMPT, SCOPE, [DESCRIPTOR])
     hashes = prompt.block_hashes
-    assert hashes == block_hashes(root_of(SCOPE), PROMPT, BLOCK_SIZE)
+    assert hashes == block_hashes(root_of(DESCRIPTOR, SCOPE), PROMPT, BLOCK_SIZE)
     assert len(hashes) == 2
     assert index.asked == [hashes]
     assert prompt.cached_by_worker == {"a": 8, "b": 4}, "in tokens"
-    assert (await lookup(None).look_up(PROMPT, OTHER)).block_hashes[0] != hashes[0]
+    assert (await lookup(None).look_up(PROMPT, OTHER, [DESCRIPTOR])).block_hashes[0] != hashes[0]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,24 @@ async def test_full_blocks_are_hashed_in_their_scope(is_long: bool, monkeypatch:
 async def test_no_holders_differ_from_no_answer(
     index: Index | None, num_tokens: int, expected: dict[str, int] | None
 ) -> None:
-    assert (await lookup(index).look_up(PROMPT[:num_tokens], SCOPE)).cached_by_worker == expected
+    assert (
+        await lookup(index).look_up(PROMPT[:num_tokens], SCOPE, [DESCRIPTOR])
+    ).cached_by_worker == expected
     if index is not None and num_tokens < BLOCK_SIZE:
         assert index.asked == [], "a prompt without a full block needs no question"
+
+
+async def test_each_revision_is_asked_for_its_own_hashes() -> None:
+    class Indexes(Index):
+        async def look_up(self, hashes: Sequence[bytes]) -> list[Holding] | None:
+            name = "old" if not self.asked else "new"
+            return [each for each in await super().look_up(hashes) or () if each.worker.worker_id == name]
+
+    index = Indexes({"old": 1, "new": 2})
+    prompt = await lookup(index).look_up(PROMPT, SCOPE, [DESCRIPTOR, b"next"])
+    roots = [root_of(each, SCOPE) for each in (DESCRIPTOR, b"next")]
+    assert index.asked == [block_hashes(each, PROMPT, BLOCK_SIZE) for each in roots]
+    assert prompt.block_hashes == index.asked[0]
+    assert prompt.cached_by_worker == {"old": 4, "new": 8}
+    unknown = await lookup(Index(None)).look_up(PROMPT, SCOPE, [DESCRIPTOR, b"next"])
+    assert unknown.cached_by_worker is None

@@ -19,6 +19,7 @@ from quire.services.router.workers.membership import Member, MembershipLost
 SECRET = b"secret"
 SCOPE = CacheScope("tenant", "salt")
 PROMPT = list(range(20))
+DESCRIPTOR = b"tiny"
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +37,14 @@ def closed_url() -> Iterator[str]:
 
 
 def hashes(model: ServedModel) -> list[bytes]:
-    root = root_hash(model.cache_descriptor, SECRET, SCOPE)
+    root = root_hash(DESCRIPTOR, SECRET, SCOPE)
     return list(block_hashes(root, PROMPT, model.block_size))
 
 
 async def test_without_redis_the_workers_are_those_that_were_named(model: ServedModel) -> None:
     async with open_sources(None, ["a:1", "b:2"], SECRET, CollectorRegistry()) as sources:
         assert [member.address for member in await sources.membership.members()] == ["a:1", "b:2"]
-        known = await sources.prefixes(model).look_up(PROMPT, SCOPE)
+        known = await sources.prefixes(model.block_size).look_up(PROMPT, SCOPE, [DESCRIPTOR])
     assert (list(known.block_hashes), known.cached_by_worker) == (hashes(model), None)
     assert sources.expected_fingerprint(b"model") == fingerprint(b"model", SECRET)
 
@@ -56,9 +57,11 @@ async def test_redis_has_the_members_and_their_blocks(model: ServedModel, redis:
     registry = CollectorRegistry()
     async with open_sources(redis.router_url, [], SECRET, registry) as sources:
         assert await sources.membership.members() == [Member("w:1", "epoch", True, "print", "prefill")]
-        known = await sources.prefixes(model).look_up(PROMPT, SCOPE)
+        known = await sources.prefixes(model.block_size).look_up(PROMPT, SCOPE, [DESCRIPTOR])
         assert known.cached_by_worker == {"w": 4 * model.block_size}
-        other = await sources.prefixes(model).look_up(PROMPT, CacheScope("other", "salt"))
+        other = await sources.prefixes(model.block_size).look_up(
+            PROMPT, CacheScope("other", "salt"), [DESCRIPTOR]
+        )
         assert other.cached_by_worker == {}
     await client.aclose()
     assert registry.get_sample_value("quire_index_lookup_seconds_count", {"result": "hit"}) == 1
@@ -71,7 +74,7 @@ async def test_an_error_about_redis_names_the_feature_that_needs_it(
     async with open_sources(closed_url, [], SECRET, registry) as sources:
         with pytest.raises(MembershipLost):
             await sources.membership.members()
-        known = await sources.prefixes(model).look_up(PROMPT, SCOPE)
+        known = await sources.prefixes(model.block_size).look_up(PROMPT, SCOPE, [DESCRIPTOR])
     assert (list(known.block_hashes), known.cached_by_worker) == (hashes(model), None)
     reasons = ("error", "timeout")
     counts = [

@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock, Mock
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.block_hash import CacheScope
+from quire.protos import inference_pb2 as pb
 from quire.routing.placement import PlannedPrompt, Planner, PolicyConfig
 from quire.routing.pulls import Blocks
 from quire.sampling.params import SamplingParams
@@ -28,6 +29,7 @@ def worker(name: str) -> Any:
         resident_tokens=0,
         num_requests=0,
         info=Mock(num_blocks=1000),
+        revision="a",
     )
 
 
@@ -45,7 +47,7 @@ async def test_only_the_first_attempt_counts_what_the_index_had_promised() -> No
         queue=Mock(turn=AsyncMock()),
         workers=Mock(serving=workers.__getitem__),
     )
-    choice = WorkerChoice(cluster, CacheScope("", ""), Mock(), 0.0, lambda: 10.0)
+    choice = WorkerChoice(cluster, CacheScope("", ""), Mock(usage=pb.Usage()), 0.0, lambda: 10.0)
     for attempt in range(3):
         answers: list[Any] = [Mock(token_ids=[])]
         group = AnswerGroup("r", "r-0", [0] * 160, SamplingParams(max_tokens=8), answers, attempt)

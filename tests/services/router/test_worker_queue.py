@@ -37,7 +37,7 @@ class Workers:
 
 def queue_of(workers: Workers, max_wait_seconds: float = SECONDS) -> WorkerQueue:
     waiting = Gauge("waiting", "", registry=CollectorRegistry())
-    return WorkerQueue(lambda: workers.is_there, max_wait_seconds=max_wait_seconds, waiting=waiting)
+    return WorkerQueue(lambda _: workers.is_there, max_wait_seconds=max_wait_seconds, waiting=waiting)
 
 
 async def settle() -> None:

@@ -88,47 +88,46 @@ async def test_a_record_that_lags_behind_does_not_undo_a_drain(cluster: Any, mak
     assert ids_of(workers) == ["d1"]
 
 
-@pytest.mark.parametrize("difference", ["role", "layout"])
-async def test_a_worker_of_another_kind_is_refused(cluster: Any, make_set: Any, difference: str) -> None:
+OTHERS: dict[str, Any] = {
+    "model": "other",
+    "max_model_len": 9,
+    "vocab_size": 9,
+    "eos_token_ids": [2],
+    "text_digest": "other",
+    "embedding": worker_pb2.EmbeddingModel(size=3),
+}
+
+
+@pytest.mark.parametrize("difference", ["role", "layout", "block_size", *OTHERS])
+async def test_a_worker_whose_requests_would_be_others_is_refused(
+    cluster: Any, make_set: Any, caplog: pytest.LogCaptureFixture, difference: str
+) -> None:
     first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
-    if difference == "role":
-        second.role = "both"
-    else:
-        second.layout.dtype = "float16"
+    # Another revision may differ in weights, arithmetic and the form of blocks, but not in these.
+    second.cache_descriptor = b"tiny" if difference == "layout" else b"another"
+    match difference:
+        case "role":
+            second.role = "both"
+        case "layout":
+            second.layout.dtype = "float16"
+        case "block_size":
+            second.layout.block_size = 8
+        case _:
+            second.described = worker_pb2.GetWorkerInfoResponse(**{difference: OTHERS[difference]})
     membership = ScriptedMembership(Member(first.server.address))
     workers = make_set(membership)
     await workers.refresh()
     membership.current = [Member(first.server.address), Member(second.server.address)]
     await workers.refresh()
     assert ids_of(workers) == ["d1"]
+    (refused,) = (vars(each)["fields"] for each in caplog.records if each.message == "worker_refused")
+    assert f"its {difference} is" in refused["problem"]
+    assert difference == "role" or "start a router with its own Redis" in refused["problem"]
 
 
 def give_arithmetic(worker: Any, name: str) -> None:
     worker.layout.arithmetic = name
     worker.cache_descriptor = b'{"arithmetic":"%s","block_size":4}' % name.encode()
-
-
-async def test_workers_of_the_next_arithmetic_follow_when_no_old_one_takes_requests(
-    cluster: Any, make_set: Any
-) -> None:
-    old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
-    for version, worker in enumerate((old, new), start=1):
-        give_arithmetic(worker, f"float32-{version}")
-    both = [Member(worker.server.address, "1") for worker in (old, new)]
-    membership = ScriptedMembership(both[0])
-    workers = make_set(membership)
-    await workers.refresh()
-    membership.current = both
-    await workers.refresh()
-    assert ids_of(workers) == ["old"]
-    for is_draining in (True, False):
-        old.is_draining = is_draining
-        membership.current = [both[0]._replace(is_draining=is_draining), both[1]]
-        for _ in range(2):
-            await workers.refresh()
-        assert ids_of(workers) == ["new"], "blocks of two arithmetics would mix"
-        assert workers.reference is not None
-        assert workers.reference.cache_descriptor == new.cache_descriptor
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ async def test_workers_of_the_next_arithmetic_follow_when_no_old_one_takes_reque
         ("float32-1", "triton-1/torch-2.13.0/sm_90", "processors of one kind"),
     ],
 )
-async def test_a_refusal_names_both_arithmetics_and_the_remedy(
+async def test_a_worker_with_another_arithmetic_waits_and_the_log_names_the_remedy(
     cluster: Any, make_set: Any, caplog: pytest.LogCaptureFixture, ours: str, its: str, remedy: str
 ) -> None:
     workers = [await cluster.add(name, "decode") for name in ("first", "second")]
@@ -152,25 +151,42 @@ async def test_a_refusal_names_both_arithmetics_and_the_remedy(
     await followed.refresh()
     membership.current = members
     await followed.refresh()
-    assert ids_of(followed) == ["first"]
-    (refused,) = (vars(each)["fields"] for each in caplog.records if each.message == "worker_refused")
-    assert f"its arithmetic is {its}, the first worker's is {ours}, so" in refused["problem"]
-    assert remedy in refused["problem"]
+    first, second = followed.all()
+    assert followed.receiving() == [first.revision]
+    assert [followed.state(each) for each in (first, second)] == ["serving", "waiting"]
+    (warned,) = (
+        vars(each)["fields"] for each in caplog.records if each.message == "worker_has_other_arithmetic"
+    )
+    assert f"its arithmetic is {its}, the first worker's is {ours}, so" in warned["details"]
+    assert remedy in warned["details"]
 
 
-@pytest.mark.parametrize("is_other_model", [False, True])
-async def test_only_the_arithmetic_can_change(cluster: Any, make_set: Any, is_other_model: bool) -> None:
-    old, new = await cluster.add("old", "decode"), await cluster.add("new", "decode")
-    new.layout.arithmetic = "float32-2"
-    new.cache_descriptor = b"another model" if is_other_model else b"tiny"
-    membership = ScriptedMembership(Member(old.server.address, "1"))
+async def test_a_revision_receives_once_it_is_complete_and_until_its_workers_leave(
+    cluster: Any, make_set: Any
+) -> None:
+    membership = ScriptedMembership()
     workers = make_set(membership)
-    await workers.refresh()
-    await old.server.stop()
-    membership.current = [Member(new.server.address, "1")]
-    for _ in range(2):
+
+    async def add(name: str, role: str) -> list[str]:
+        worker = await cluster.add(name, role, cache_descriptor=name[:3].encode())
+        membership.current = [*(membership.current or ()), Member(worker.server.address, "1", role=role)]
         await workers.refresh()
-    assert ids_of(workers) == ([] if is_other_model else ["new"])
+        return states()
+
+    def states() -> list[str]:
+        return [f"{each.worker_id} {workers.state(each)}" for each in workers.all()]
+
+    await add("old-p", "prefill")
+    assert await add("old-d", "decode") == ["old-p serving", "old-d serving"]
+    assert await add("new-p", "prefill") == ["old-p serving", "old-d serving", "new-p waiting"]
+    old_p = workers.all()[0]
+    old_p.health.failed()
+    assert states() == ["old-p set aside", "old-d serving", "new-p waiting"], "capacity never goes to zero"
+    old_p.health.returned()
+    assert (await add("new-d", "decode"))[2:] == ["new-p serving", "new-d serving"]
+    assert len(workers.receiving()) == 2
+    old_p.health.reported_draining(True)
+    assert states() == ["old-p draining", "old-d waiting", "new-p serving", "new-d serving"]
 
 
 async def test_a_worker_with_another_secret_is_refused(cluster: Any, make_set: Any) -> None:

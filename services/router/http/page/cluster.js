@@ -76,7 +76,7 @@ class Card {
     [this.x, this.y] = [x, y];
     this.group.style.transform = `translate(${x}px, ${y}px)`;
     this.group.classList.toggle("silent", worker.state !== "serving");
-    this.state.textContent = worker.requests === undefined ? worker.state : requests(worker.requests);
+    this.state.textContent = worker.requests === undefined || worker.state === "waiting" ? worker.state : requests(worker.requests);
     if (!worker.blocks) return;
     const [used, cached] = shares(worker.blocks);
     this.cells.forEach((cell, at) => {
