@@ -151,7 +151,13 @@ def to_service_error(
 
 
 def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = None) -> Unavailable:
-    """Return the error of a request that found no decode worker that accepts requests."""
+    """Return the error of a request that found no decode worker that accepts requests, or may continue it."""
+    if workers.serving("decode"):
+        return Unavailable(
+            "the decode workers that began the answer have left, and others have other weights; begin again",
+            reason="NO_DECODE_WORKER",
+            metadata=metadata,
+        )
     if draining := workers.draining("decode"):
         number = (
             "the only decode worker is" if len(draining) == 1 else f"all {len(draining)} decode workers are"

@@ -187,10 +187,12 @@ class Copies:
         prefill, key = attempt.prefill, attempt.group.sequence_id
         if prefill is not None and prefill.can_serve:
             return prefill
-        equal = [worker for worker in self._workers.serving() if worker.revision == attempt.decode.revision]
-        others = [worker for worker in equal if worker.role == "decode" and worker is not attempt.decode]
+        decode, serving = attempt.decode, self._workers.serving
+        others = [
+            each for each in serving("decode") if each is not decode and each.revision == decode.revision
+        ]
         return max(
-            others or [worker for worker in equal if worker.role == "prefill"],
+            others or [each for each in serving("prefill") if each.revision == decode.revision],
             key=lambda worker: hashlib.sha256(f"{key} {worker.worker_id}".encode()).digest(),
             default=None,
         )

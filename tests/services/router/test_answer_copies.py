@@ -27,7 +27,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.worker_id, self.peer_address, self.can_serve = name, f"{name}:1", True
-        self.health = WorkerHealth()
+        self.health, self.revision = WorkerHealth(), "a"
         self.info = SimpleNamespace(epoch="e", layout=SimpleNamespace(block_size=4))
         self.stub = self
         self.copies: list[worker_pb2.CopyBlocksRequest] = []
