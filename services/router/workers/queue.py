@@ -81,11 +81,10 @@ class WorkerQueue:
 
     def wake(self) -> None:
         """Let the waiting requests continue, in a fair order, for which a worker accepts requests now."""
-        for entry in in_fair_order([entry for entry in self._turns if self._may_go(entry)]):
+        waiting = [entry for entry in self._turns if not entry.turn.done()]
+        served = {each for each in {entry.work.descriptor for entry in waiting} if self._can_serve(each)}
+        for entry in in_fair_order([entry for entry in waiting if entry.work.descriptor in served]):
             entry.turn.set_result(None)
-
-    def _may_go(self, entry: _Entry) -> bool:
-        return not entry.turn.done() and self._can_serve(entry.work.descriptor)
 
     def end(self, error: Callable[[], ServiceError]) -> None:
         """End all waits with an error."""
@@ -104,10 +103,9 @@ class WorkerQueue:
             TimeoutError: there was no worker within the longest wait, or until the deadline.
             ServiceError: the error of ``end``.
         """
-        has_older = any(
+        if self._can_serve(work.descriptor) and not any(
             each.arrival < arrival and self._can_serve(each.work.descriptor) for each in self._turns
-        )
-        if self._can_serve(work.descriptor) and not has_older:
+        ):
             return
         self._num_turns += 1
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -46,6 +46,21 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def test_an_answer_that_waits_for_its_own_workers_delays_no_other_request() -> None:
+    present = {b""}
+    waiting = Gauge("waiting", "", registry=CollectorRegistry())
+    queue = WorkerQueue(present.__contains__, max_wait_seconds=SECONDS, waiting=waiting)
+    begun = asyncio.create_task(queue.turn(1.0, math.inf, Work(descriptor=b"old")))
+    await settle()
+    await queue.turn(2.0, math.inf)
+    queue.wake()
+    await settle()
+    assert not begun.done()
+    present.add(b"old")
+    queue.wake()
+    await begun
+
+
 async def test_the_oldest_request_gets_the_worker_first() -> None:
     workers, admitted = Workers(), list[float]()
     queue = queue_of(workers)
