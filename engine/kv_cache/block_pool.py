@@ -211,6 +211,12 @@ class BlockPool:
                 removed += [forgotten for _, forgotten in self._forget(block_hash)]
         self._tell_removed(removed)
 
+    def is_shared(self, block_hash: bytes, child_hash: bytes | None) -> bool:
+        """Return whether a table holds a block, or another block than ``child_hash`` follows it."""
+        block_id = self._block_of.get(block_hash)
+        is_held = block_id is not None and self._ref_cnt[block_id] > 0
+        return is_held or bool(self._children.get(block_hash, set()) - {child_hash})
+
     def hash_of(self, block_id: int) -> bytes | None:
         """Return the hash of a block; None if it is not full, or if its parent has left the pool."""
         return self._hash_of[block_id]
@@ -221,6 +227,9 @@ class BlockPool:
         While this number is unchanged, a sealed block keeps its bytes.
         """
         return self._generation[block_id]
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._block_of
 
     def look_up(self, block_hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest prefix in the pool.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class PrefixTree:
     """Hashes of blocks, each with its parent.
@@ -31,6 +33,10 @@ class PrefixTree:
     def parent(self, block_hash: bytes) -> bytes | None:
         """Return the parent's hash of a block in the tree; None if it is a prompt's first block."""
         return self._parents[block_hash]
+
+    def children(self, block_hash: bytes) -> Collection[bytes]:
+        """Return the hashes of the blocks that follow a block."""
+        return self._children.get(block_hash, ())
 
     def add_block(self, block_hash: bytes, parent_hash: bytes | None) -> bool:
         """Add a block; return False if the tree already has it, or lacks its parent."""

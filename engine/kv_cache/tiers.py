@@ -149,6 +149,13 @@ class CacheTiers:
             if each in self._tree:
                 self._drop(each)
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._tree
+
+    def is_shared(self, block_hash: bytes, child_hash: bytes | None) -> bool:
+        """Return whether another block than ``child_hash`` follows a block in any tier."""
+        return any(each != child_hash for each in self._tree.children(block_hash))
+
     def clear(self) -> int:
         """Drop the blocks below the pool; return how many blocks are no longer in any tier.
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from quire.engine.engine import Engine
+from quire.engine.kv_cache.chain_tail import forget_tail
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.cluster_proof import description_proof
 from quire.services.server.log import set_level
@@ -102,6 +103,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.ClearCacheResponse:
         """Drop the cached blocks that no request uses, in all tiers."""
         return worker_pb2.ClearCacheResponse(num_blocks=await self._parts.engine.call(Engine.clear_cache))
+
+    async def ForgetBlocks(
+        self, request: worker_pb2.ForgetBlocksRequest, context: Any
+    ) -> worker_pb2.ForgetBlocksResponse:
+        """Forget the last blocks of a chain that nothing else uses, in all tiers."""
+        chain, num_kept = list(request.block_hashes), request.num_kept
+        num_blocks = await self._parts.engine.call(lambda e: forget_tail(e.pool, e.tiers, chain, num_kept))
+        return worker_pb2.ForgetBlocksResponse(num_blocks=num_blocks)
 
     async def SetLogLevel(
         self, request: worker_pb2.SetLogLevelRequest, context: Any

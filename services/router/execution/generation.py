@@ -163,7 +163,7 @@ class GenerationRun:
         # Which of several answers the next prompt repeats is unknown.
         answer = answers[0].token_ids if len(answers) == 1 else ()
         turns, num_cached = self._cluster.metrics.turns, self.usage.cached_prompt_tokens
-        turns.record(self._scope.tenant, self._session, prompt, answer, num_cached)
+        turns.record(self._scope, self._session, prompt, answer, num_cached)
 
     def _resume(self) -> None:
         for received in self._request.received:

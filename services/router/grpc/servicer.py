@@ -22,6 +22,7 @@ from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.embedding import EmbeddingRun, run_all
 from quire.services.router.execution.failures import deadline_exceeded
 from quire.services.router.execution.generation import GenerationRun
+from quire.services.router.execution.session_end import end_session
 from quire.services.router.grpc.batch import batch_answers, check_batch_size
 from quire.services.router.grpc.open_calls import OpenCalls
 from quire.services.router.grpc.request_times import RequestTimes
@@ -35,7 +36,7 @@ from quire.services.router.outputs.answer_size import (
 from quire.services.router.outputs.dividing_decoder import joined
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import CALLER, Authenticator, Headers, Tenant
-from quire.services.router.tenants.session_name import session_name
+from quire.services.router.tenants.session_name import check_session_name, session_name
 from quire.services.router.workers.queue import shown
 from quire.services.server.phases import Phase, RequestPhases
 
@@ -153,6 +154,24 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         headers = context.invocation_metadata()
         async with self.calls.entered():
             return await self.embed(request, CALLER.get(), self._deadline(context), headers)
+
+    async def EndSession(self, request: pb.EndSessionRequest, context: Any) -> pb.EndSessionResponse:
+        """Drop the blocks of a session; the call counts as a request for admission."""
+        async with self.calls.entered():
+            return await self.end_session(request, CALLER.get(), self._deadline(context))
+
+    async def end_session(
+        self, request: pb.EndSessionRequest, tenant: Tenant, deadline: float
+    ) -> pb.EndSessionResponse:
+        """Drop the blocks of a tenant's session, for gRPC and HTTP alike.
+
+        Raises:
+            InvalidArgument: the name cannot be one of a session.
+        """
+        check_session_name(request.session)
+        async with self._admission.admitted(tenant, deadline):
+            cluster = await self.joined_cluster(deadline)
+            return pb.EndSessionResponse(num_blocks=await end_session(cluster, tenant.name, request.session))
 
     def health(self) -> Health:
         """Return whether a request could be served now; all probes tell this.

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
 
+from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import RETRY_AFTER_SECONDS
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent, TokenCount
@@ -31,7 +32,7 @@ from quire.services.router.http.openai.responses.writer import (
     resumed,
 )
 from quire.services.router.http.shared.answers import answering
-from quire.services.router.http.shared.bodies import json_response
+from quire.services.router.http.shared.bodies import TENANT, json_response
 from quire.services.router.http.shared.errors import ErrorBody
 
 
@@ -190,6 +191,13 @@ def _model_routes(model: ModelRoutes) -> list[Route]:
 
 def _server_routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
     return [
+        Route(
+            "DELETE",
+            "/v1/sessions/{session}",
+            _ending(servicer),
+            "Drop the cached blocks of an ended session",
+            answer=answer_bodies.EndedSession,
+        ),
         Route("GET", "/v1/cluster", viewing(servicer), "The workers and their blocks", answer=ClusterView),
         Route("GET", "/version", _version, "The server's version", answer=answer_bodies.Version),
         Route("GET", "/health", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
@@ -216,6 +224,16 @@ async def _version(request: web.Request) -> web.Response:
         # The package is not installed but run from its sources; build tools write this version then.
         installed = "0+unknown"
     return json_response(answer_bodies.Version(version=installed))
+
+
+def _ending(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def ending(request: web.Request) -> web.Response:
+        name = request.match_info["session"]
+        asked = pb.EndSessionRequest(session=name)
+        ended = await servicer.end_session(asked, request[TENANT], servicer.deadline())
+        return json_response(answer_bodies.EndedSession(id=name, num_blocks=ended.num_blocks))
+
+    return ending
 
 
 def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:

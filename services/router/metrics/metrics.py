@@ -123,6 +123,9 @@ class RouterMetrics:
         self._create_outcomes(registry)
         self._create_times(registry)
         self.turns = Turns(registry)
+        self.ended_session_blocks = _counter(
+            registry, "ended_session_blocks", "Cached blocks that were dropped because their session ended."
+        )
         self._begin_at_zero()
 
     def show_revisions(self, workers: Iterable[tuple[str, str, str]]) -> None:

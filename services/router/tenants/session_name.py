@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from quire.rpc.errors import InvalidArgument
 from quire.services.router.tenants.api_keys import Headers
 
 SESSION_HEADERS = (
@@ -46,6 +47,16 @@ def session_in_body(cache_key: object, metadata: object) -> str:
     """Return the first valid name in these fields of an HTTP body; empty if there is none."""
     fields = metadata if isinstance(metadata, Mapping) else {}
     return _first_valid(cache_key, fields.get("session_id"), _from_user_id(fields.get("user_id")))
+
+
+def check_session_name(name: str) -> None:
+    """Check a name that a request is about.
+
+    Raises:
+        InvalidArgument: it cannot be the name of a session.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument("session", "must have 1 to 128 printable ASCII characters")
 
 
 def _first_valid(*names: object) -> str:

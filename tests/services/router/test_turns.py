@@ -10,6 +10,7 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
+from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.services.router.metrics.turns import Turns
 from quire.services.router.tenants.api_keys import Tenant, new_key
@@ -25,7 +26,7 @@ class Recorded:
         self._turns = Turns(self._registry, **limits)
 
     def record(self, session: str, prompt: Any, answer: Any = (), tenant: str = "", cached: int = 0) -> None:
-        self._turns.record(tenant, session, prompt, answer, cached)
+        self._turns.record(CacheScope(tenant), session, prompt, answer, cached)
 
     def read(self, name: str = REPEATED) -> tuple[float, float]:
         """Return the number and the sum of a histogram's values."""

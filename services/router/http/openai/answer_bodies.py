@@ -256,6 +256,15 @@ class TokenizerInfo(BaseModel):
     eos_token_ids: list[int]
 
 
+class EndedSession(BaseModel):
+    """The answer of ``DELETE /v1/sessions/{session}``."""
+
+    id: str
+    object: Literal["session"] = "session"
+    deleted: bool = True
+    num_blocks: int
+
+
 class Version(BaseModel):
     """The answer of ``/version``."""
 

@@ -1,0 +1,52 @@
+"""Ends a session: the workers drop the cached blocks that only its next turn could use."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import grpc.aio
+
+from quire.protos import worker_pb2
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.services.router.execution.cluster import Cluster
+from quire.services.router.workers.worker import Worker
+from quire.services.server.log import get_logger
+
+CALL_SECONDS = 5.0
+
+_log = get_logger("router")
+
+
+async def end_session(cluster: Cluster, tenant: str, session: str) -> int:
+    """Forget a tenant's session and drop its blocks; return how many blocks the workers dropped.
+
+    The blocks of its first prompt stay, since other sessions may begin with the same. So do blocks that a
+    request uses or another chain continues, and those of a worker that does not answer: they are evicted like
+    any others.
+    """
+    last = cluster.metrics.turns.forget(tenant, session)
+    if last is None:
+        return 0
+    prompt = await cluster.prefixes.look_up(array("I", last.tokens), last.scope)
+    cached, block_size = prompt.cached_by_worker, cluster.model.block_size
+    num_kept = last.num_first // block_size
+    request = worker_pb2.ForgetBlocksRequest(block_hashes=prompt.block_hashes, num_kept=num_kept)
+    holders = [
+        worker
+        for worker in cluster.workers.all()
+        if cached is None or cached.get(worker.worker_id, 0) > num_kept * block_size
+    ]
+    num_blocks = sum(await asyncio.gather(*(_forget(worker, request) for worker in holders)))
+    cluster.metrics.ended_session_blocks.inc(num_blocks)
+    return num_blocks
+
+
+async def _forget(worker: Worker, request: worker_pb2.ForgetBlocksRequest) -> int:
+    try:
+        with closed_channel_errors():
+            response = await worker.stub.ForgetBlocks(request, timeout=CALL_SECONDS)
+    except (ChannelClosedError, grpc.aio.AioRpcError) as error:
+        _log.warning("session_blocks_kept", worker_id=worker.worker_id, error=str(error))
+        return 0
+    return int(response.num_blocks)
