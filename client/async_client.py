@@ -115,11 +115,6 @@ class AsyncClient:
         request = conversion.to_detokenize_request(token_ids)
         return str((await self._call(lambda stub: stub.Detokenize, request, timeout)).text)
 
-    async def end_session(self, session: str, *, timeout: float | None = None) -> int:
-        """Drop the cached blocks of a session that has ended; return how many were dropped."""
-        request = pb.EndSessionRequest(session=session)
-        return int((await self._call(lambda stub: stub.EndSession, request, timeout)).num_blocks)
-
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Return the served model and its limits."""
         request = pb.GetModelInfoRequest()

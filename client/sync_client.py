@@ -114,11 +114,6 @@ class Client:
         request = conversion.to_detokenize_request(token_ids)
         return str((self._call(lambda stub: stub.Detokenize, request, timeout)).text)
 
-    def end_session(self, session: str, *, timeout: float | None = None) -> int:
-        """Drop the cached blocks of a session that has ended; return how many were dropped."""
-        request = pb.EndSessionRequest(session=session)
-        return int((self._call(lambda stub: stub.EndSession, request, timeout)).num_blocks)
-
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """Return the served model and its limits."""
         request = pb.GetModelInfoRequest()

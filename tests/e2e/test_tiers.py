@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
+from quire.protos import inference_pb2 as pb
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.services.worker.config import DiskFolder
 from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 
@@ -58,3 +61,30 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
                 cached += answer.usage.cached_prompt_tokens
                 await wait_until_idle(workers)
             assert cached >= 2 * NUM_FULL * 16
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+async def test_an_ended_session_leaves_only_its_first_prompt(
+    start_stack: StartStack, num_host_blocks: int
+) -> None:
+    settings = {"num_blocks": 64, "host_cache_bytes": num_host_blocks * BLOCK_BYTES}
+    with start_stack("llama", **settings) as stack:
+        async with connect(stack) as (_, workers), grpc.aio.insecure_channel(stack.router_address) as channel:
+            stub = GenerationServiceStub(channel)
+
+            async def turn(prompt: list[int]) -> tuple[list[int], int]:
+                generation = pb.Generation(token_ids=pb.TokenIds(ids=prompt), session="s")
+                generation.stopping.max_tokens, generation.stopping.ignore_eos = NUM_NEW, True
+                answer = await stub.Generate(pb.GenerateRequest(generation=generation), timeout=60)
+                await wait_until_idle(workers)
+                return [*prompt, *answer.choices[0].token_ids], answer.usage.cached_prompt_tokens
+
+            async def end(session: str) -> int:
+                return int((await stub.EndSession(pb.EndSessionRequest(session=session))).num_blocks)
+
+            first, _ = await turn(make_prompt(LENGTH, seed=90))
+            second, cached = await turn([*first, 5])
+            assert cached >= NUM_FULL * 16
+            assert await end("other") == 0
+            assert await end("s") > 0
+            assert (await turn([*second, 5]))[1] == NUM_FULL * 16

@@ -142,6 +142,7 @@ class FakeWorker(StreamingWorker):
         self.paused = asyncio.Event()
         self.goes_on = asyncio.Event()
         self.copies: list[worker_pb2.CopyBlocksRequest] = []
+        self.forgotten: list[worker_pb2.ForgetBlocksRequest] = []
         self.pulled = worker_pb2.PullSummary(num_held_blocks=1000)
         """The result of each copy."""
         self.may_copy = asyncio.Event()
@@ -192,6 +193,13 @@ class FakeWorker(StreamingWorker):
         self.copies.append(request)
         await self.may_copy.wait()
         return worker_pb2.CopyBlocksResponse(pulled=self.pulled)
+
+    async def ForgetBlocks(
+        self, request: worker_pb2.ForgetBlocksRequest, context: Any
+    ) -> worker_pb2.ForgetBlocksResponse:
+        await self._before_token(0)
+        self.forgotten.append(request)
+        return worker_pb2.ForgetBlocksResponse(num_blocks=len(request.block_hashes) - request.num_kept)
 
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: Any) -> worker_pb2.SetRoleResponse:
         await self._before_token(0)

@@ -1,19 +1,23 @@
-"""What the router measures of the turns of a session, and how much it remembers."""
+"""What the router measures of the turns of a session, how much it remembers, and the end of a session."""
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc.aio
 import pytest
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
-from quire.services.router.metrics.turns import Turns
+from quire.rpc.errors import Unavailable
+from quire.services.router.metrics.turns import LastTurn, Turns
 from quire.services.router.tenants.api_keys import Tenant, new_key
+from tests.testing.fake_worker import Fault
 
 REPEATED, CACHED = "quire_turn_repeat_ratio", "quire_turn_cached_ratio"
 
@@ -27,6 +31,9 @@ class Recorded:
 
     def record(self, session: str, prompt: Any, answer: Any = (), tenant: str = "", cached: int = 0) -> None:
         self._turns.record(CacheScope(tenant), session, prompt, answer, cached)
+
+    def forget(self, session: str, tenant: str = "") -> LastTurn | None:
+        return self._turns.forget(tenant, session)
 
     def read(self, name: str = REPEATED) -> tuple[float, float]:
         """Return the number and the sum of a histogram's values."""
@@ -98,6 +105,19 @@ def test_a_sequence_above_the_limit_is_not_remembered() -> None:
     assert recorded.read()[0] == 1
 
 
+def test_a_forgotten_session_begins_again() -> None:
+    recorded = Recorded(max_bytes=24)
+    recorded.record("s", [1, 2], [3])
+    recorded.record("s", [1, 2, 3, 4], [5])
+    last = recorded.forget("s")
+    assert last is not None
+    assert (last.num_first, array("I", last.tokens).tolist()) == (2, [1, 2, 3, 4, 5])
+    assert recorded.forget("s") is None
+    for _ in range(2):
+        recorded.record("s", [1, 2, 3, 4], [5])
+    assert recorded.read()[0] == 2, "the forgotten sequence still counts as remembered bytes"
+
+
 async def ask(stub: Any, prompt: list[int], **options: Any) -> list[int]:
     """Return the prompt and its answer."""
     metadata = options.pop("metadata", ())
@@ -151,3 +171,56 @@ async def test_http_requests_name_sessions_within_their_tenant(pair: Any, tmp_pa
                 async with http.post("/v1/completions", json=sent, headers=headers) as response:
                     assert response.status == 200, await response.text()
             assert observed(pair)[0] == 2 * number
+
+
+def forgotten(pair: Any) -> dict[str, tuple[int, int]]:
+    """Return the number of blocks and of those to keep, by the workers that were asked to forget."""
+    workers = pair.workers.items()
+    return {n: (len(f.block_hashes), f.num_kept) for n, worker in workers for f in worker.forgotten}
+
+
+async def test_the_end_of_a_session_forgets_what_follows_its_first_prompt(pair: Any) -> None:
+    stub = await pair.start()
+    first = await ask(stub, [5] * 9, session="s")
+    await ask(stub, [*first, 6, 7], session="s")
+    pair["p1"].fault = Fault(0, Unavailable("gone"))
+    ended = await stub.EndSession(pb.EndSessionRequest(session="s"), timeout=10)
+    num_blocks = len(pair["d1"].forgotten[0].block_hashes)
+    assert num_blocks > 2
+    assert forgotten(pair) == dict.fromkeys(("p2", "d1", "d2"), (num_blocks, 2))
+    assert ended.num_blocks == 3 * (num_blocks - 2) == pair.metric("quire_ended_session_blocks_total")
+    assert (await stub.EndSession(pb.EndSessionRequest(session="s"), timeout=10)).num_blocks == 0
+    await ask(stub, [*first, 6, 7], session="s")
+    assert observed(pair)[0] == 1
+
+
+@pytest.mark.parametrize("name", ["", "s" * 129, "\u00e9"])
+async def test_a_session_that_no_request_can_name_cannot_end(pair: Any, name: str) -> None:
+    stub = await pair.start()
+    with pytest.raises(grpc.aio.AioRpcError, match="1 to 128 printable ASCII") as error:
+        await stub.EndSession(pb.EndSessionRequest(session=name), timeout=10)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_tenant_cannot_end_a_session_of_another(pair: Any, tmp_path: Path) -> None:
+    made = [new_key(Tenant(name)) for name in ("acme", "other")]
+    (tmp_path / "keys").write_text("\n".join(each.line for each in made))
+    await pair.start(http_port=0, api_keys_file=tmp_path / "keys")
+    mine, theirs = ({"authorization": f"Bearer {each.key}"} for each in made)
+    async with ClientSession(f"http://{pair.running.http.address}") as http:
+
+        async def end(**options: Any) -> tuple[int, Any]:
+            async with http.delete("/v1/sessions/a%2Fb", **options) as response:
+                return response.status, await response.json()
+
+        sent = {"prompt": "say hello world", "prompt_cache_key": "a/b"}
+        async with http.post("/v1/completions", json=sent, headers=mine) as response:
+            assert response.status == 200, await response.text()
+        body = {"id": "a/b", "object": "session", "deleted": True}
+        assert (await end())[0] == 401
+        assert await end(headers=theirs) == (200, body | {"num_blocks": 0})
+        assert not forgotten(pair)
+        status, ended = await end(headers=mine)
+        assert (status, ended) == (200, body | {"num_blocks": ended["num_blocks"]})
+        assert ended["num_blocks"] > 0
+        assert len(forgotten(pair)) == 4
