@@ -69,7 +69,7 @@ async def test_an_ended_session_leaves_only_its_first_prompt(
 ) -> None:
     settings = {"num_blocks": 64, "host_cache_bytes": num_host_blocks * BLOCK_BYTES}
     with start_stack("llama", **settings) as stack:
-        async with connect(stack) as (_, workers), grpc.aio.insecure_channel(stack.router_address) as channel:
+        async with connect(stack) as (_, workers), grpc.aio.insecure_channel(stack.address) as channel:
             stub = GenerationServiceStub(channel)
 
             async def turn(prompt: list[int]) -> tuple[list[int], int]:
