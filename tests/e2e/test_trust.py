@@ -136,6 +136,7 @@ def strangers_calls(channel: grpc.aio.Channel, info: worker_pb2.GetWorkerInfoRes
         ),
         "SetRole": worker.SetRole(worker_pb2.SetRoleRequest(role="prefill"), timeout=WAIT_SECONDS),
         "ClearCache": worker.ClearCache(worker_pb2.ClearCacheRequest(), timeout=WAIT_SECONDS),
+        "ForgetBlocks": worker.ForgetBlocks(worker_pb2.ForgetBlocksRequest(), timeout=WAIT_SECONDS),
         "SetLogLevel": worker.SetLogLevel(worker_pb2.SetLogLevelRequest(), timeout=WAIT_SECONDS),
         "LoadAdapter": worker.LoadAdapter(worker_pb2.LoadAdapterRequest(), timeout=WAIT_SECONDS),
         "UnloadAdapter": worker.UnloadAdapter(worker_pb2.UnloadAdapterRequest(), timeout=WAIT_SECONDS),
