@@ -260,8 +260,6 @@ class EndedSession(BaseModel):
     """The answer of ``DELETE /v1/sessions/{session}``."""
 
     id: str
-    object: Literal["session"] = "session"
-    deleted: bool = True
     num_blocks: int
 
 
