@@ -67,7 +67,7 @@ async def test_the_same_tokens_from_every_tier_and_after_a_restart(
 async def test_an_ended_session_leaves_only_its_first_prompt(
     start_stack: StartStack, num_host_blocks: int
 ) -> None:
-    settings = {"num_blocks": 64, "host_cache_bytes": num_host_blocks * BLOCK_BYTES}
+    settings = {"num_blocks": 64, "host_cache_bytes": num_host_blocks * BLOCK_BYTES["llama"]}
     with start_stack("llama", **settings) as stack:
         async with connect(stack) as (_, workers), grpc.aio.insecure_channel(stack.address) as channel:
             stub = GenerationServiceStub(channel)

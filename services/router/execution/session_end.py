@@ -10,6 +10,7 @@ import grpc.aio
 from quire.protos import worker_pb2
 from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.services.router.execution.cluster import Cluster
+from quire.services.router.metrics.turns import LastTurn
 from quire.services.router.workers.worker import Worker
 from quire.services.server.log import get_logger
 
@@ -28,18 +29,26 @@ async def end_session(cluster: Cluster, tenant: str, session: str) -> int:
     last = cluster.metrics.turns.forget(tenant, session)
     if last is None:
         return 0
-    prompt = await cluster.prefixes.look_up(array("I", last.tokens), last.scope)
+    # The workers of each revision have blocks with other hashes.
+    descriptors = dict.fromkeys(worker.info.cache_descriptor for worker in cluster.workers.all())
+    num_blocks = sum([await _end(cluster, last, each) for each in descriptors])
+    cluster.metrics.ended_session_blocks.inc(num_blocks)
+    return num_blocks
+
+
+async def _end(cluster: Cluster, last: LastTurn, descriptor: bytes) -> int:
+    """Drop the blocks that workers of one cache descriptor have; return how many."""
+    prompt = await cluster.prefixes.look_up(array("I", last.tokens), last.scope, [descriptor])
     cached, block_size = prompt.cached_by_worker, cluster.model.block_size
     num_kept = last.num_first // block_size
     request = worker_pb2.ForgetBlocksRequest(block_hashes=prompt.block_hashes, num_kept=num_kept)
     holders = [
         worker
         for worker in cluster.workers.all()
-        if cached is None or cached.get(worker.worker_id, 0) > num_kept * block_size
+        if worker.info.cache_descriptor == descriptor
+        and (cached is None or cached.get(worker.worker_id, 0) > num_kept * block_size)
     ]
-    num_blocks = sum(await asyncio.gather(*(_forget(worker, request) for worker in holders)))
-    cluster.metrics.ended_session_blocks.inc(num_blocks)
-    return num_blocks
+    return sum(await asyncio.gather(*(_forget(worker, request) for worker in holders)))
 
 
 async def _forget(worker: Worker, request: worker_pb2.ForgetBlocksRequest) -> int:
