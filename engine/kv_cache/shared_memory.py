@@ -60,11 +60,17 @@ def map_shared(descriptor: int) -> SharedMemory:
         OSError: the memory is sealed.
     """
     view = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    # Large pages cost a reader fewer page faults. It takes effect where
-    # /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise" or "within_size".
+    use_large_pages(view)
+    return SharedMemory(torch.frombuffer(view, dtype=torch.uint8), descriptor)
+
+
+def use_large_pages(view: mmap.mmap) -> None:
+    """Ask for large pages, which cost a reader fewer page faults.
+
+    This takes effect where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise" or "within_size".
+    """
     with suppress(OSError):  # a kernel without large pages
         view.madvise(mmap.MADV_HUGEPAGE)
-    return SharedMemory(torch.frombuffer(view, dtype=torch.uint8), descriptor)
 
 
 def seal_shared(descriptor: int) -> None:

@@ -62,6 +62,11 @@ def compute_experts(
     return total.to(hidden_states.dtype)
 
 
+def register() -> None:
+    """Register the implementation of packed experts with transformers; calling this again does nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, compute_experts)
+
+
 @torch.inference_mode()
 def pack_experts(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> None:
     """Pack the weights of a model's experts on the CPU, and compute them by ``compute_experts``.
@@ -75,7 +80,6 @@ def pack_experts(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> 
         UnsupportedModelError: the experts compute something else than transformers' interface says.
         SettingError: the weights cannot be quantized.
     """
-    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, compute_experts)
     experts: list[Any] = [each for each in model.modules() if hasattr(each, "has_post_expert_norm")]
     for module in experts:
         module.config._experts_implementation = "eager"

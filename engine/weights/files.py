@@ -11,8 +11,8 @@ from quire.models.gguf_folder import GGUF_NAME
 from quire.models.source import GENERATION_CONFIG
 
 
-def check_weights_and_configuration(folder: Path) -> None:
-    """Check the files that the engine loads; this reads only the headers of the weights.
+def check_configuration(folder: Path) -> None:
+    """Check the files that describe a model.
 
     Raises:
         ModelFileError: one is missing or damaged.
@@ -21,8 +21,16 @@ def check_weights_and_configuration(folder: Path) -> None:
         raise damaged(folder / "config.json", "names no model_type")
     if (generation := folder / GENERATION_CONFIG).exists():
         read_object(generation)
+
+
+def check_weights(folder: Path) -> None:
+    """Check the files with a model's weights; this reads only their headers.
+
+    Raises:
+        ModelFileError: one is missing or damaged.
+    """
     if (folder / GGUF_NAME).exists():
-        return
+        return  # its checkpoint checks it
     if not any(folder.glob("*.safetensors")):
         raise ModelFileError(
             f"{folder} has no *.safetensors, the only format of weights that quire reads from a folder: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from quire.engine.kv_cache.memory import dtype_name
-from quire.engine.model import attention, own_attention
+from quire.engine.model import attention, experts, own_attention
 from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
@@ -27,8 +28,10 @@ from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.digest import model_digest
-from quire.engine.weights.files import check_weights_and_configuration
+from quire.engine.weights.files import check_configuration, check_weights
+from quire.engine.weights.shared_module import load_shared, source_of
 from quire.engine.weights.sliced_weights import digest_of_whole, load_slices
+from quire.engine.weights.weights_file import WeightsFile
 from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
 from quire.models.source import GENERATION_CONFIG, find_model
@@ -113,6 +116,7 @@ def load_model(
     weight_dtype: str = "auto",
     arithmetic: str = "auto",
     collectives: Collectives | None = None,
+    weights_file: WeightsFile | None = None,
 ) -> LoadedModel:
     """Load a causal language model from a folder or from the hub.
 
@@ -123,6 +127,8 @@ def load_model(
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.
         arithmetic: "auto" (the fastest sums of this machine) or "portable" (those of every processor).
         collectives: those of the ranks that share the model and all call this; None loads the whole model.
+        weights_file: the file in which workers on the CPU share the whole model's weights; None: there is
+            none.
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
@@ -133,16 +139,25 @@ def load_model(
     """
     _check_weight_dtype(weight_dtype, device)
     attention.register()
+    experts.register()
     folder = find_model(model)
-    _check_files(folder)
+    _check_configuration(folder)
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
     with KernelFunctions():
         if collectives is None:
-            module, digest, plan = _load_whole(folder, config, dtype, device, weight_dtype, arithmetic)
+            load = partial(_load_whole, folder, config, dtype, device, weight_dtype, arithmetic)
+            if weights_file is None or device.type != "cpu":
+                loaded = load()
+            else:
+                source = source_of(folder, dtype, weight_dtype, arithmetic)
+                loaded = load_shared(weights_file, source, _module_of, load)
         else:
-            module, digest, plan = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
+            loaded = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
+        module, digest, plan = loaded
+        if device.type == "cpu":
+            make_batch_invariant(module)
     max_position_embeddings = _connect(module, text_config)
     heads = _checked_heads(module, config, max_position_embeddings)
     recipe = None
@@ -205,14 +220,14 @@ def _kv_heads(
     return plan.attention.num_kv_heads, own
 
 
-def _check_files(folder: Path) -> None:
-    """Raise OSError for a folder that transformers cannot read in the way that quire expects."""
+def _check_configuration(folder: Path) -> None:
+    """Raise OSError for a folder that holds no model."""
     if (folder / "adapter_config.json").exists():
         raise OSError(
             f"{folder} holds an adapter (adapter_config.json), which is no model: "
             "serve its model with --lora name=folder, or merge it into its model"
         )
-    check_weights_and_configuration(folder)
+    check_configuration(folder)
 
 
 class _Loaded(NamedTuple):
@@ -223,6 +238,10 @@ class _Loaded(NamedTuple):
     plan: ParallelPlan
 
 
+def _module_of(loaded: _Loaded) -> PreTrainedModel:
+    return loaded.module
+
+
 def _load_whole(
     folder: Path,
     config: PreTrainedConfig,
@@ -231,11 +250,12 @@ def _load_whole(
     weight_dtype: str,
     arithmetic: str,
 ) -> _Loaded:
+    check_weights(folder)
     with open_checkpoint(folder) as checkpoint:
         module = _load_module(folder, config, dtype, checkpoint)
     digest = _digest(folder, module, weight_dtype)
     plan = read_plan(module)
-    module = _prepare_module(module, device, weight_dtype, plan.num_segments(0, 1), arithmetic)
+    module = _pack_module(module, device, weight_dtype, plan.num_segments(0, 1), arithmetic)
     return _Loaded(module, digest, plan)
 
 
@@ -252,11 +272,12 @@ def _load_part(
     arithmetic: str,
     collectives: Collectives,
 ) -> _Loaded:
+    check_weights(folder)
     rank, num_ranks = collectives.rank, collectives.num_ranks
     module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
     digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
     segments = plan.num_segments(rank, num_ranks)
-    module = _prepare_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic)
+    module = _pack_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
     return _Loaded(module, digest, plan)
 
@@ -304,14 +325,14 @@ def _dequantized_source(folder: Path, checkpoint: Checkpoint | GgufCheckpoint) -
     return type(outline), {"pretrained_model_name_or_path": None, **source}
 
 
-def _prepare_module(
+def _pack_module(
     module: PreTrainedModel,
     device: torch.device,
     weight_dtype: str,
     num_segments: dict[str, int],
     arithmetic: str,
 ) -> PreTrainedModel:
-    """Move a model to its device, and replace layers in which a row's result would depend on other rows."""
+    """Move a model to its device, and pack its weights there or fuse its layers."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         sums = choose_sums(arithmetic, module.dtype)
@@ -322,7 +343,6 @@ def _prepare_module(
             # A single tensor that still refers to the mapped file of weights would keep the whole file in
             # memory.
             tensor.data = tensor.data.clone()
-        make_batch_invariant(module)
     else:
         # Triton comes with torch for CUDA; machines without a GPU may have none.
         from quire.engine.model.gpu_layers import fuse_layers

@@ -29,6 +29,10 @@ class WeightGroup:
             self.biases = torch.zeros((len(weights), weights[0].num_units * UNIT))
             self.biases[:, : biases.shape[1]] = biases.detach()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copy needs: its tensors have other addresses."""
+        return {"weights": self.weights, "biases": self.biases}
+
     @cached_property
     def addresses(self) -> list[tuple[int, int]]:
         """The addresses of each weight and of its bias, which is 0 if there is none."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire.engine.runner.processors import Core, read_cores, share_of_quota
+from quire.engine.weights.weights_file import WeightsFile, create_weights_file
 from quire.rpc.server import Draining
 from quire.services.launch.launcher import Event, Launcher, Waitable
 from quire.services.local.child_processes import (
@@ -22,7 +23,15 @@ from quire.services.local.child_processes import (
     wait_for_imports,
 )
 from quire.services.local.config import LocalStackConfig
-from quire.services.local.places import Place, lending_is_possible, next_share, places_of, processors_of
+from quire.services.local.places import (
+    Place,
+    lending_is_possible,
+    next_share,
+    nodes_of,
+    places_of,
+    processors_of,
+)
+from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 
@@ -35,6 +44,8 @@ WORKER_MODULES = (
 )
 """Modules that import torch, transformers and Numba, which takes seconds, and that do not import gRPC."""
 
+_log = get_logger("stack")
+
 
 class LocalLauncher(Launcher):
     """Forks workers from a process that has imported their libraries, and divides the processors among them.
@@ -46,6 +57,8 @@ class LocalLauncher(Launcher):
 
     Attributes:
         places: the processors of each worker.
+        weights_files: the files in which workers share their weights, by their NUMA nodes. A worker on
+            another node would read them from the other's memory in each step.
     """
 
     host = "127.0.0.1"
@@ -56,6 +69,7 @@ class LocalLauncher(Launcher):
         self._processes = ChildProcesses(running, run_worker, from_image)
         self.running = running
         self.places: dict[str, Place] = {}
+        self.weights_files: dict[frozenset[int], WeightsFile] = {}
 
     @property
     def names(self) -> set[str]:
@@ -87,12 +101,28 @@ class LocalLauncher(Launcher):
         self.places |= dict(zip(new, places, strict=True))
         for name, config in configs.items():
             folder = config.transport_dir or self._folder
-            placed = self.places[name].applied_to(config)
-            self._processes.start({name: replace(placed, num_sharing=num_workers, transport_dir=folder)})
+            placed = replace(
+                self.places[name].applied_to(config),
+                num_sharing=num_workers,
+                transport_dir=folder,
+                weights_file=self._weights_file(config, nodes_of(cores, self.places[name])),
+            )
+            self._processes.start({name: placed})
 
     def stop(self, name: str) -> None:
         """Ask a worker to finish its requests and end."""
         self._processes.stop(name)
+
+    def _weights_file(self, config: WorkerConfig, nodes: frozenset[int]) -> WeightsFile | None:
+        """Return the file of the workers on some nodes; None if there is none, as for a divided model."""
+        if config.tensor_parallel_size > 1:
+            return None
+        if nodes not in self.weights_files:
+            try:
+                self.weights_files[nodes] = create_weights_file()
+            except OSError as error:
+                _log.warning("weights_not_shared", reason=str(error))
+        return self.weights_files.get(nodes)
 
     def waitables(self) -> list[Waitable]:
         """Return the objects that become ready when there are events."""
@@ -121,4 +151,9 @@ def local_launcher(config: LocalStackConfig, show: Callable[[Draining], None]) -
         TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True) as folder,
         stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show) as running,
     ):
-        yield LocalLauncher(running, from_image, folder)
+        launcher = LocalLauncher(running, from_image, folder)
+        try:
+            yield launcher
+        finally:
+            for each in launcher.weights_files.values():
+                each.close()

@@ -99,6 +99,11 @@ def processors_of(cores: Iterable[Core]) -> tuple[int, ...]:
     return tuple(sorted(chain(*(core.processors for core in cores))))
 
 
+def nodes_of(cores: Iterable[Core], place: Place) -> frozenset[int]:
+    """Return the NUMA nodes of a place's own processors."""
+    return frozenset(core.node for core in cores if not set(core.processors).isdisjoint(place.own))
+
+
 def lending_is_possible(configs: Iterable[WorkerConfig]) -> bool:
     """Return whether each worker may change its number of threads from step to step."""
     return all(each.threads is None and each.tensor_parallel_size == 1 for each in configs)

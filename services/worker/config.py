@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from quire.engine.config import EngineConfig
 from quire.engine.runner.lent_processors import SharedProcessors
+from quire.engine.weights.weights_file import WeightsFile
 from quire.models.source import model_name
 from quire.rpc.loopback import REMEDY, is_loopback
 from quire.services.server.config import ServiceConfig
@@ -60,6 +61,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         kv_events: host:port at which it publishes KV events, by default the variable QUIRE_KV_EVENTS; it
             replays them at the next port. None: it publishes none.
         shared_processors: the workers that lend each other these processors; None: no others.
+        weights_file: the file in which workers share the model's weights; None: its weights are its own.
         worker_id: name in the cluster; None makes one.
         max_step_seconds: the worker ends if its engine hangs in one step for this long and for ten times its
             longest recent step.
@@ -131,6 +133,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     cpus: tuple[int, ...] | None = None
     kv_events: str | None = field(default_factory=lambda: os.environ.get("QUIRE_KV_EVENTS") or None)
     shared_processors: SharedProcessors | None = None
+    weights_file: WeightsFile | None = None
     worker_id: str | None = None
     max_step_seconds: float = 60.0
     lease_ttl_seconds: float = 10.0

@@ -85,7 +85,13 @@ def _load_models(config: WorkerConfig, device: torch.device, ranks: Ranks | None
     collectives = None if ranks is None else ranks.collectives
     with _load_errors(config.model_path):
         model = load_model(
-            config.model_path, config.dtype, device, config.weight_dtype, config.arithmetic, collectives
+            config.model_path,
+            config.dtype,
+            device,
+            config.weight_dtype,
+            config.arithmetic,
+            collectives,
+            config.weights_file,
         )
     # A prefill worker samples one token of each request, so it needs no draft tokens.
     with _load_errors(config.draft_model):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.weights.files import check_weights_and_configuration
+from quire.engine.weights.files import check_configuration, check_weights
 from quire.models.file_checks import ModelFileError
 from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
@@ -73,6 +73,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def check_model_files(folder: Path) -> None:
+    check_configuration(folder)
+    check_weights(folder)
+
+
 def load_text(folder: Path) -> None:
     load_served_model(worker_pb2.GetWorkerInfoResponse(model="m", model_path=str(folder)))
 
@@ -80,7 +85,7 @@ def load_text(folder: Path) -> None:
 CASES = [
     (load, name, damage)
     for load, names in (
-        (check_weights_and_configuration, ("config.json", "generation_config.json", INDEX, SHARD)),
+        (check_model_files, ("config.json", "generation_config.json", INDEX, SHARD)),
         (load_text, ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")),
     )
     for name in names
@@ -107,15 +112,15 @@ def test_a_damaged_file_is_reported_with_a_remedy(
 @pytest.mark.parametrize(("name", "damage"), sorted(FINE), ids=str)
 def test_files_that_can_be_used_are_used(folder: Path, name: str, damage: str) -> None:
     DAMAGES[damage](folder / name)
-    check_weights_and_configuration(folder)
+    check_model_files(folder)
     load_text(folder)
 
 
 def test_one_file_of_weights_needs_no_index(folder: Path) -> None:
     (folder / INDEX).unlink()
     (folder / SHARD).rename(folder / "model.safetensors")
-    check_weights_and_configuration(folder)
+    check_model_files(folder)
 
 
 def test_the_demo_models_files_are_whole() -> None:
-    check_weights_and_configuration(demo_model_path())
+    check_model_files(demo_model_path())

@@ -1,0 +1,196 @@
+"""Writes a loaded model to a ``WeightsFile``, and makes models of it whose weights are mapped, read-only.
+
+The file has the bytes of all parameters and packed weights, then a pickle of the modules, in which these are
+places in the file, and last the pickle's place. Buffers are small, and the code of a model may write to them,
+so they are part of the pickle and each worker has its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import logging
+import mmap
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from quire.engine.kv_cache.shared_memory import use_large_pages
+from quire.engine.weights.weights_file import WeightsFile
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, as torch aligns its own memory."""
+_TRIM_BYTES = 256 << 20
+"""Freed memory that the C library may keep while weights are written, in bytes."""
+_PLACE_BYTES = 8
+
+Model = TypeVar("Model")
+
+
+class Source(NamedTuple):
+    """What the weights were made of.
+
+    Attributes:
+        settings: the folder, the configuration and whatever else decides how weights are packed.
+        files: size, time of change and inode of each file of weights, by name.
+    """
+
+    settings: tuple[str, ...]
+    files: dict[str, tuple[int, int, int]]
+
+    def is_made_of(self, other: Source) -> bool:
+        """Return whether another source gives these weights. Files that are gone do not count."""
+        return self.settings == other.settings and other.files.items() <= self.files.items()
+
+
+def source_of(folder: Path, *settings: str) -> Source:
+    """Return the source of the weights of a model's folder.
+
+    Args:
+        folder: the model's folder, with its configuration.
+        settings: what else decides how the weights are packed.
+    """
+    stats = {path.name: path.stat() for path in folder.glob("*.safetensors")}
+    files = {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
+    return Source((str(folder), (folder / "config.json").read_text("utf-8"), *settings), files)
+
+
+def load_shared(
+    file: WeightsFile,
+    source: Source,
+    module_of: Callable[[Model], torch.nn.Module],
+    load: Callable[[], Model],
+) -> Model:
+    """Return a model whose weights are in a file, which ``load`` and its result fill if it is not complete.
+
+    Without the file's help, ``load`` returns a model with weights of its own: if the file has the weights of
+    another source, if another process takes too long to write it, or if the model cannot be pickled.
+
+    Args:
+        source: what ``load`` makes the weights of.
+        module_of: returns the modules of a model.
+        load: loads the model.
+    """
+    try:
+        with file.locked():
+            if not file.is_complete:
+                model = load()
+                if not _write(file, source, model, module_of(model)):
+                    return model
+                del model
+    except TimeoutError as error:
+        _tell(str(error))
+        return load()
+    written, model = _read(file)
+    if written.is_made_of(source):
+        return model
+    _tell("its model or settings changed since they were written")
+    return load()
+
+
+def _tell(reason: str) -> None:
+    logger.warning("this worker has weights of its own: %s", reason)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a model without the storages that ``placed`` then has: their places in the file.
+
+    Args:
+        file: gets the pickle.
+        module: the model's modules, whose buffers belong to the pickle.
+    """
+
+    def __init__(self, file: io.BytesIO, module: torch.nn.Module) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.placed: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self.end = 0
+        self._buffers = {each.untyped_storage()._cdata for each in module.buffers()}
+
+    def persistent_id(self, item: Any) -> tuple[int, int, torch.dtype] | None:
+        if not isinstance(item, torch.storage.TypedStorage):
+            return None
+        storage: torch.UntypedStorage = item._untyped_storage
+        if storage._cdata in self._buffers or not storage.nbytes():
+            return None
+        if storage._cdata not in self.placed:
+            self.placed[storage._cdata] = self.end, storage
+            self.end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        return self.placed[storage._cdata][0], storage.nbytes(), item.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes a model whose storages are places of a mapping."""
+
+    def __init__(self, mapping: mmap.mmap, start: int) -> None:
+        super().__init__(io.BytesIO(mapping[start:-_PLACE_BYTES]))
+        self._mapping = mapping
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_load(self, place: tuple[int, int, torch.dtype]) -> torch.storage.TypedStorage:
+        start, num_bytes, dtype = place
+        if start not in self._storages:
+            values = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=start, count=num_bytes)
+            self._storages[start] = values.untyped_storage()
+        wrapped = torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=self._storages[start], dtype=dtype, _internal=True
+        )
+        return wrapped
+
+
+def _write(file: WeightsFile, source: Source, model: object, module: torch.nn.Module) -> bool:
+    """Move the weights of a model to a file, and return True; return False if it cannot be pickled.
+
+    Each weight is freed when it is written, so that no more memory is needed than for the model. The model
+    cannot be used afterwards.
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled, module)
+    try:
+        pickler.dump((source, model))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        _tell(f"its model cannot be pickled: {error}")
+        return False
+    os.ftruncate(file.descriptor, 0)
+    os.ftruncate(file.descriptor, pickler.end + len(pickled.getbuffer()) + _PLACE_BYTES)
+    with mmap.mmap(file.descriptor, 0) as mapping:
+        use_large_pages(mapping)
+        freed = 0
+        for start, storage in pickler.placed.values():
+            num_bytes = storage.nbytes()
+            values = (ctypes.c_char * num_bytes).from_address(storage.data_ptr())
+            mapping[start : start + num_bytes] = values
+            if storage.resizable():
+                storage.resize_(0)
+                freed += num_bytes
+            if freed > _TRIM_BYTES:
+                _trim()
+                freed = 0
+        mapping[pickler.end : -_PLACE_BYTES] = pickled.getbuffer()
+        mapping[-_PLACE_BYTES:] = pickler.end.to_bytes(_PLACE_BYTES)
+    _trim()
+    file.seal()
+    return True
+
+
+def _read(file: WeightsFile) -> tuple[Source, Any]:
+    mapping = mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)
+    use_large_pages(mapping)
+    start = int.from_bytes(mapping[-_PLACE_BYTES:])
+    with warnings.catch_warnings():
+        # torch warns that a tensor cannot be written to; this is intended.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        source, model = _Unpickler(mapping, start).load()
+    return source, model
+
+
+def _trim() -> None:
+    """Return freed memory to the system, which glibc otherwise keeps in pieces of up to 32 MiB."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

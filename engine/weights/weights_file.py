@@ -1,0 +1,98 @@
+"""A file of memory with the weights of a model, which the workers of one machine share (memfd_create(2)).
+
+::
+
+    launcher                     first worker                        other workers
+    makes an empty file,
+    passes it to each worker ──► locks it, reads the checkpoint,     wait for the lock
+                                 writes the weights, seals the file
+                                 unlocks it ───────────────────────► see the seal, map the file
+
+The seal says that the file is complete. If the first worker dies before, the system releases its lock, and
+the next worker begins again. The launcher keeps the file open, so that it outlives each worker. The file has
+no name in any directory, and its memory is freed when the last process that holds it has ended.
+
+Importing this does not load torch, which launchers do not need.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals after which no process can change the file in any way, not even the one that wrote it."""
+LOCK_SECONDS = 900.0
+"""Time limit for another worker to write the file: packing 140 GB to 4 bits takes 7 minutes on one thread."""
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The descriptor of a file. A new process that gets this as an argument has a descriptor of its own."""
+
+    descriptor: int
+
+    def __reduce__(self) -> tuple[Callable[..., WeightsFile], tuple[Any]]:
+        return _received, (DupFd(self.descriptor),)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the weights are written, so that nobody can change them any more."""
+        return bool(fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
+
+    @contextmanager
+    def locked(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+        """Hold the file alone; a process that dies no longer holds it.
+
+        Raises:
+            TimeoutError: others hold it for all this time.
+        """
+        # The lock belongs to an opening of the file, and all processes inherit the launcher's.
+        own, deadline = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR), time.monotonic() + seconds
+        try:
+            while True:
+                try:
+                    fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"another worker has not written them in {seconds:g} s") from None
+                    time.sleep(POLL_SECONDS)
+            yield
+        finally:
+            os.close(own)
+
+    def seal(self) -> None:
+        """Declare the file complete.
+
+        Raises:
+            OSError: a process has a mapping that can write.
+        """
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
+
+    def close(self) -> None:
+        """Close this process's descriptor. Mappings remain."""
+        os.close(self.descriptor)
+
+
+def create_weights_file() -> WeightsFile:
+    """Return an empty file.
+
+    Raises:
+        OSError: the system has no such memory.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    return WeightsFile(os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+
+def _received(descriptor: Any) -> WeightsFile:
+    return WeightsFile(descriptor.detach())
