@@ -78,7 +78,7 @@ def allocate_pool(
         host_bytes += num_bytes
         if draft is not None:
             host_bytes += num_blocks * draft.kv_shape(config.block_size).block_bytes
-    check_memory(config, host_bytes, num_sharing)
+    check_memory(config, host_bytes, num_sharing, model.shared_bytes)
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
 
@@ -105,7 +105,11 @@ def default_num_blocks(
 
 
 def check_memory(
-    config: EngineConfig, block_bytes: int, num_sharing: int, groups: ControlGroups = _GROUPS
+    config: EngineConfig,
+    block_bytes: int,
+    num_sharing: int,
+    shared_bytes: int = 0,
+    groups: ControlGroups = _GROUPS,
 ) -> None:
     """Check that the blocks and models of all workers fit into the memory of this machine or container.
 
@@ -114,19 +118,21 @@ def check_memory(
     Args:
         block_bytes: memory on the host for the blocks of this process, whose model is loaded.
         num_sharing: number of such processes.
+        shared_bytes: memory for weights that all of them share.
 
     Raises:
         SettingError: they do not fit.
     """
     model_bytes = _private_bytes() * config.tensor_parallel_size
-    needed, available = num_sharing * (block_bytes + model_bytes), groups.memory_bytes()
+    needed, available = num_sharing * (block_bytes + model_bytes) + shared_bytes, groups.memory_bytes()
     if needed <= available:
         return
     who = f"each of {num_sharing} workers needs" if num_sharing > 1 else "this process needs"
     sizes = ("kv_memory_bytes", "num_blocks", "swap_space_bytes", "host_cache_bytes")
     names = [config.name_of(size) for size in sizes if hasattr(config, size)]
     raise SettingError(
-        f"{who} {block_bytes >> 20} MiB for blocks beside {model_bytes >> 20} MiB for its model, and "
+        f"{who} {block_bytes >> 20} MiB for blocks beside {model_bytes >> 20} MiB for its model, "
+        f"{f'all share {shared_bytes >> 20} MiB of weights, ' if shared_bytes else ''}and "
         f"{available >> 20} MiB are here in all: lower {', '.join(names[:-1])} or {names[-1]}, or raise the "
         "container's memory limit"
     )
@@ -135,11 +141,12 @@ def check_memory(
 def _private_bytes() -> int:
     """Return the memory of this process alone, such as its weights; 0 if the system does not say.
 
-    It has neither the libraries that workers share, nor mapped files, which the system can read again.
+    It has neither weights that workers share, nor mapped files, which the system can read again. Libraries
+    that several workers have imported together count in part.
     """
     with suppress(OSError):
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-            if line.startswith("Private_Dirty:"):
+            if line.startswith("Pss_Anon:"):
                 return int(line.split()[1]) << 10
     return 0
 

@@ -74,6 +74,8 @@ class LoadedModel:
     """Collectives of the ranks that the model is divided among; None if there is one process."""
     own_kv_heads: range | None = None
     """The KV heads that this rank computes; None means all."""
+    shared_bytes: int = 0
+    """Memory that the weights share with those of other workers, in bytes."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -145,6 +147,7 @@ def load_model(
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
+    shared_bytes = 0
     with KernelFunctions():
         if collectives is None:
             load = partial(_load_whole, folder, config, dtype, device, weight_dtype, arithmetic)
@@ -152,7 +155,7 @@ def load_model(
                 loaded = load()
             else:
                 source = source_of(folder, dtype, weight_dtype, arithmetic)
-                loaded = load_shared(weights_file, source, _module_of, load)
+                loaded, shared_bytes = load_shared(weights_file, source, _module_of, load)
         else:
             loaded = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
         module, digest, plan = loaded
@@ -180,6 +183,7 @@ def load_model(
         arithmetic=arithmetic_name(choose_sums(arithmetic, module.dtype), device, recipe is not None),
         collectives=collectives,
         own_kv_heads=own_kv_heads,
+        shared_bytes=shared_bytes,
     )
 
 

@@ -67,11 +67,12 @@ def load_shared(
     source: Source,
     module_of: Callable[[Model], torch.nn.Module],
     load: Callable[[], Model],
-) -> Model:
-    """Return a model whose weights are in a file, which ``load`` and its result fill if it is not complete.
+) -> tuple[Model, int]:
+    """Return a model whose weights are in a file, and the bytes of the file.
 
-    Without the file's help, ``load`` returns a model with weights of its own: if the file has the weights of
-    another source, if another process takes too long to write it, or if the model cannot be pickled.
+    If the file is not complete, ``load`` returns the model that is written to it. The weights are the
+    worker's own, and the bytes 0, if the file has those of another source, if another process takes too long
+    to write it, or if the model cannot be pickled.
 
     Args:
         source: what ``load`` makes the weights of.
@@ -83,16 +84,16 @@ def load_shared(
             if not file.is_complete:
                 model = load()
                 if not _write(file, source, model, module_of(model)):
-                    return model
+                    return model, 0
                 del model
     except TimeoutError as error:
         _tell(str(error))
-        return load()
+        return load(), 0
     written, model = _read(file)
     if written.is_made_of(source):
-        return model
+        return model, os.fstat(file.descriptor).st_size
     _tell("its model or settings changed since they were written")
-    return load()
+    return load(), 0
 
 
 def _tell(reason: str) -> None:

@@ -116,7 +116,7 @@ def test_all_workers_together_must_fit_into_the_containers_limit(
     monkeypatch.setattr(pool_memory, "_private_bytes", lambda: 100 << 20)
     config, groups = WorkerConfig(role="decode"), ControlGroups(tmp_path, tmp_path / "own")
     if fits:
-        check_memory(config, 156 << 20, num_workers, groups)
+        check_memory(config, 156 << 20, num_workers, groups=groups)
         return
     message = (
         "each of 3 workers needs 156 MiB for blocks beside 100 MiB for its model, and 512 MiB are here in "
@@ -124,21 +124,30 @@ def test_all_workers_together_must_fit_into_the_containers_limit(
         "raise the container's memory limit"
     )
     with pytest.raises(SettingError, match=message):
-        check_memory(config, 156 << 20, num_workers, groups)
+        check_memory(config, 156 << 20, num_workers, groups=groups)
+
+
+def test_weights_that_workers_share_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{512 << 20}\n")
+    monkeypatch.setattr(pool_memory, "_private_bytes", lambda: 50 << 20)
+    config, groups = WorkerConfig(role="decode"), ControlGroups(tmp_path, tmp_path / "own")
+    check_memory(config, 50 << 20, 4, 112 << 20, groups)
+    with pytest.raises(SettingError, match="50 MiB for its model, all share 113 MiB of weights, and 512 MiB"):
+        check_memory(config, 50 << 20, 4, 113 << 20, groups)
 
 
 def test_every_rank_has_a_part_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text(f"{512 << 20}\n")
     monkeypatch.setattr(pool_memory, "_private_bytes", lambda: 200 << 20)
     groups = ControlGroups(tmp_path, tmp_path / "own")
-    check_memory(EngineConfig(), 200 << 20, 1, groups)
+    check_memory(EngineConfig(), 200 << 20, 1, groups=groups)
     with pytest.raises(SettingError, match="beside 400 MiB for its model"):
-        check_memory(EngineConfig(tensor_parallel_size=2), 200 << 20, 1, groups)
+        check_memory(EngineConfig(tensor_parallel_size=2), 200 << 20, 1, groups=groups)
 
 
 def test_all_blocks_on_the_host_count(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(pool_memory, "check_memory", lambda config, size, num_sharing: counted.append(size))
+    monkeypatch.setattr(pool_memory, "check_memory", lambda config, size, *others: counted.append(size))
     config = EngineConfig(num_blocks=4, swap_space_bytes=5)
     block = model(1).kv_shape(config.block_size).block_bytes
     allocate_pool(config, model(1), None, torch.device("cpu"), cache_bytes=7)

@@ -1,0 +1,153 @@
+"""Models whose weights are in a file of memory compute the same bits, and cannot change them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from quire.engine.weights import loader
+from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.weights_file import WeightsFile, create_weights_file
+from tests.testing.tiny_engine import CPU
+
+NAME = "/memfd:quire-weights"
+
+
+@pytest.fixture
+def file() -> Iterator[WeightsFile]:
+    file = create_weights_file()
+    yield file
+    file.close()
+
+
+@pytest.fixture
+def folder(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A llama's folder that a test may change."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "llama"))
+
+
+def logits(model: LoadedModel) -> torch.Tensor:
+    model.module.config._attn_implementation = "eager"
+    with torch.inference_mode():
+        output: torch.Tensor = model.module(input_ids=torch.arange(5, 45)[None], use_cache=False).logits
+    return output
+
+
+def permissions_of(address: int) -> str:
+    """Return the permissions of the mapping at an address if it is one of weights."""
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        start, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= address < end:
+            return line.split()[1] if NAME in line else "private"
+    raise AssertionError("nothing is mapped there")
+
+
+def is_shared(model: LoadedModel) -> bool:
+    """Return whether all parameters are mapped read-only; fail if only some of them are."""
+    found = {permissions_of(each.data_ptr()) for each in model.module.parameters()}
+    assert found in ({"r--s"}, {"private"})
+    return found == {"r--s"}
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int4", "w8a8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_oss", "deepseek_v3"])
+def test_shared_weights_give_the_same_bits_as_a_models_own(
+    tiny_model: Callable[[str], Path], file: WeightsFile, architecture: str, dtype: str, weight_dtype: str
+) -> None:
+    path = str(tiny_model(architecture))
+    own = load_model(path, dtype, CPU, weight_dtype)
+    for _ in range(2):
+        shared = load_model(path, dtype, CPU, weight_dtype, weights_file=file)
+        assert is_shared(shared)
+        assert shared.shared_bytes == os.fstat(file.descriptor).st_size
+        assert (shared.digest, shared.arithmetic) == (own.digest, own.arithmetic)
+        assert (shared.recipe is None) == (own.recipe is None)
+        assert torch.equal(logits(shared), logits(own))
+    assert (own.shared_bytes, is_shared(own)) == (0, False)
+
+
+def test_the_packed_weights_are_in_the_file_and_buffers_are_not(folder: Path, file: WeightsFile) -> None:
+    model = load_model(str(folder), "float32", CPU, weights_file=file)
+    assert model.recipe is not None
+    linears = [model.recipe.head, *(layer.output for layer in model.recipe.layers)]
+    assert {permissions_of(each.packed.panels.data_ptr()) for each in linears} == {"r--s"}
+    assert {permissions_of(each.data_ptr()) for each in model.module.buffers()} == {"private"}
+
+
+def test_a_model_is_made_of_the_file_when_its_weights_are_gone(folder: Path, file: WeightsFile) -> None:
+    first = load_model(str(folder), "float32", CPU, weights_file=file)
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(logits(load_model(str(folder), "float32", CPU, weights_file=file)), logits(first))
+    with pytest.raises(OSError, match="has no \\*.safetensors"):
+        load_model(str(folder), "float32", CPU)
+
+
+def test_other_settings_or_files_share_nothing(
+    folder: Path, file: WeightsFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_model(str(folder), "float32", CPU, weights_file=file)
+    for settings in (
+        ("bfloat16", CPU, "auto"),
+        ("float32", CPU, "int4"),
+        ("float32", CPU, "auto", "portable"),
+    ):
+        assert not is_shared(load_model(str(folder), *settings, weights_file=file))
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    with caplog.at_level(logging.WARNING):
+        assert not is_shared(load_model(str(folder), "float32", CPU, weights_file=file))
+    assert "has weights of its own: its model or settings changed" in caplog.text
+
+
+def test_workers_that_start_together_load_once(
+    folder: Path, file: WeightsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    digest = loader._digest
+
+    def count(*arguments: object) -> str:
+        loads.append("")
+        return digest(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "_digest", count)
+    models: list[LoadedModel] = []
+
+    def load() -> None:
+        models.append(load_model(str(folder), "float32", CPU, weights_file=file))
+
+    threads = [Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(loads), [is_shared(each) for each in models]) == (1, [True] * 3)
+
+
+def test_what_a_dead_worker_wrote_is_not_used(folder: Path, file: WeightsFile) -> None:
+    os.write(file.descriptor, b"half a model" * 1000)
+    own = load_model(str(folder), "float32", CPU)
+    for _ in range(2):
+        assert torch.equal(logits(load_model(str(folder), "float32", CPU, weights_file=file)), logits(own))
+
+
+def test_a_model_that_cannot_be_pickled_has_weights_of_its_own(
+    folder: Path, file: WeightsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, keep_latents = load_model(str(folder), "float32", CPU), loader.keep_latents
+
+    def add_lambda(model: torch.nn.Module, *arguments: str) -> None:
+        keep_latents(model, *arguments)
+        model.own = lambda: None  # type: ignore[assignment]
+
+    monkeypatch.setattr(loader, "keep_latents", add_lambda)
+    model = load_model(str(folder), "float32", CPU, weights_file=file)
+    assert not is_shared(model)
+    assert not file.is_complete
+    assert torch.equal(logits(model), logits(own))
