@@ -6,17 +6,21 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Barrier
 
 import pytest
 import torch
 
+from quire.engine.model.latent_attention import keep_latents
 from quire.engine.weights import loader
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.shared_module import Source, load_shared
 from quire.engine.weights.weights_file import WeightsFile, create_weights_file
 from tests.testing.tiny_engine import CPU
 
+WAIT_SECONDS = 20.0
 NAME = "/memfd:quire-weights"
 
 
@@ -86,7 +90,7 @@ def test_a_model_is_made_of_the_file_when_its_weights_are_gone(folder: Path, fil
     first = load_model(str(folder), "float32", CPU, weights_file=file)
     (folder / "model.safetensors").unlink()
     assert torch.equal(logits(load_model(str(folder), "float32", CPU, weights_file=file)), logits(first))
-    with pytest.raises(OSError, match="has no \\*.safetensors"):
+    with pytest.raises(OSError, match=r"has no \*.safetensors"):
         load_model(str(folder), "float32", CPU)
 
 
@@ -94,40 +98,40 @@ def test_other_settings_or_files_share_nothing(
     folder: Path, file: WeightsFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_model(str(folder), "float32", CPU, weights_file=file)
-    for settings in (
-        ("bfloat16", CPU, "auto"),
-        ("float32", CPU, "int4"),
-        ("float32", CPU, "auto", "portable"),
+    for dtype, weight_dtype, arithmetic in (
+        ("bfloat16", "auto", "auto"),
+        ("float32", "int4", "auto"),
+        ("float32", "auto", "portable"),
     ):
-        assert not is_shared(load_model(str(folder), *settings, weights_file=file))
+        model = load_model(str(folder), dtype, CPU, weight_dtype, arithmetic, weights_file=file)
+        assert not is_shared(model)
     os.utime(folder / "model.safetensors", ns=(0, 0))
     with caplog.at_level(logging.WARNING):
         assert not is_shared(load_model(str(folder), "float32", CPU, weights_file=file))
     assert "has weights of its own: its model or settings changed" in caplog.text
 
 
-def test_workers_that_start_together_load_once(
-    folder: Path, file: WeightsFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads: list[str] = []
-    digest = loader._digest
+# Python restores filters of warnings for all threads together.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_workers_that_start_together_load_once(file: WeightsFile) -> None:
+    source, weight, loads = Source(("settings",), {}), torch.arange(6.0).view(2, 3), Barrier(2)
 
-    def count(*arguments: object) -> str:
-        loads.append("")
-        return digest(*arguments)  # type: ignore[arg-type]
+    def load() -> torch.nn.Linear:
+        loads.wait(WAIT_SECONDS)
+        layer = torch.nn.Linear(3, 2, bias=False)
+        layer.weight.data.copy_(weight)
+        return layer
 
-    monkeypatch.setattr(loader, "_digest", count)
-    models: list[LoadedModel] = []
+    def start() -> torch.Tensor:
+        layer, num_bytes = load_shared(file, source, lambda layer: layer, load)
+        assert num_bytes
+        return layer.weight.detach()
 
-    def load() -> None:
-        models.append(load_model(str(folder), "float32", CPU, weights_file=file))
-
-    threads = [Thread(target=load) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(loads), [is_shared(each) for each in models]) == (1, [True] * 3)
+    with ThreadPoolExecutor() as pool:
+        starts = [pool.submit(start) for _ in range(3)]
+        # A second load would find nobody at the barrier.
+        loads.wait(WAIT_SECONDS)
+        assert all(torch.equal(each.result(WAIT_SECONDS), weight) for each in starts)
 
 
 def test_what_a_dead_worker_wrote_is_not_used(folder: Path, file: WeightsFile) -> None:
@@ -140,7 +144,7 @@ def test_what_a_dead_worker_wrote_is_not_used(folder: Path, file: WeightsFile) -
 def test_a_model_that_cannot_be_pickled_has_weights_of_its_own(
     folder: Path, file: WeightsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, keep_latents = load_model(str(folder), "float32", CPU), loader.keep_latents
+    own = load_model(str(folder), "float32", CPU)
 
     def add_lambda(model: torch.nn.Module, *arguments: str) -> None:
         keep_latents(model, *arguments)

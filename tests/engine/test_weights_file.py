@@ -49,9 +49,9 @@ def test_a_sealed_file_cannot_be_changed_in_any_way(file: WeightsFile) -> None:
 
 
 def test_only_one_process_holds_the_file_and_others_wait_no_longer_than_they_say(file: WeightsFile) -> None:
-    with file.locked(), pytest.raises(TimeoutError, match="another worker has not written them in 0 s"):
-        with file.locked(0.0):
-            pass
+    timeout = pytest.raises(TimeoutError, match="another worker has not written them in 0 s")
+    with file.locked(), timeout, file.locked(0.0):
+        pass
     with file.locked(0.0):
         pass
 
