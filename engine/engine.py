@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 
 from quire.engine.kv_cache.block_pins import BlockPins
-from quire.engine.kv_cache.block_pool import BlockListener, BlockPool
+from quire.engine.kv_cache.block_pool import BlockListener
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.swap_cost import SwapCost
 from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.kv_cache.tiers import CacheTiers
+from quire.engine.kv_cache.window_pool import WindowPool, pool_of
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.runner.step_clock import StepClock, StepSeconds
 from quire.engine.runner.thread_count import ThreadCount
@@ -44,6 +45,7 @@ from quire.engine.sequences.sequence import (
     SequenceUpdate,
 )
 from quire.engine.sequences.stop_rules import StopRules
+from quire.engine.sequences.window_tables import WindowTables
 from quire.engine.speculation.speculator import Speculator, draft_requests
 from quire.engine.weights.loader import UNLIMITED, LoadedModel
 
@@ -127,14 +129,15 @@ class Engine:
         self.max_model_len = longest_sequence(model, memory, max_model_len)
         """Most tokens of a sequence, prompt and output."""
         self.tiers = parts.make_tiers(memory)
-        self.pool = BlockPool(memory.num_blocks, parts.listener, self.tiers)
+        self.pool = pool_of(memory, parts.listener, self.tiers)
         self.pins = BlockPins(self.pool, parts.clock)
         self.swap_space = SwapSpace(parts.swap_memory.num_blocks if parts.swap_memory else 0)
-        self.tables = tables = BlockTables(
+        ledger: type[BlockTables] = WindowTables if isinstance(self.pool, WindowPool) else BlockTables
+        self.tables = tables = ledger(
             self.pool,
             config.block_size,
             hash_block,
-            model.window,
+            memory.shape.window or model.window,
             config.max_num_batched_tokens,
             self.tiers,
             parts.describe,
@@ -304,7 +307,8 @@ class Engine:
         self.runner.move_blocks(schedule)
         if self.tiers is not None:
             self.tiers.promote(schedule.promotions)
-        self._swap_cost.record_swap(schedule.num_swapped_blocks, self._step_clock.lap())
+        num_swapped = schedule.num_swapped_blocks // self.memory.shape.num_frames
+        self._swap_cost.record_swap(num_swapped, self._step_clock.lap())
         for sequence, num_full in schedule.promoted:
             self.tables.seal_blocks(sequence, num_full)
 
@@ -344,7 +348,7 @@ class Engine:
         groups = self.groups.values()
         held = {block_id for group in groups for s in group.sequences for block_id in s.held_blocks}
         held |= self.pins.block_ids
-        assert len(held) == self.pool.counts.used, f"{self.pool.counts.used - len(held)} blocks have leaked"
+        assert len(held) == self.pool.num_in_use, f"{self.pool.num_in_use - len(held)} blocks have leaked"
         swapped = [host_id for group in groups if group.swapped for host_id in group.swapped.host_ids]
         num_used = self.swap_space.num_blocks - self.swap_space.num_free
         assert len(swapped) == len(set(swapped)) == num_used, "host blocks have leaked"
@@ -355,5 +359,5 @@ def longest_sequence(model: LoadedModel, memory: KvMemory, max_model_len: int | 
 
     With a sliding window in every layer, the pool need not hold a whole sequence.
     """
-    capacity = memory.num_blocks * memory.shape.block_size if model.window is None else UNLIMITED
+    capacity = memory.shape.most_tokens(memory.num_blocks) if model.window is None else UNLIMITED
     return min(model.max_position_embeddings, capacity, max_model_len or UNLIMITED)

@@ -156,5 +156,7 @@ def allocate_swap_space(config: EngineConfig, memory: KvMemory) -> KvMemory | No
     num_blocks = config.swap_space_bytes // memory.shape.block_bytes
     is_pinned = memory.device.type == "cuda"
     return (
-        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned) if num_blocks else None
+        KvMemory(memory.shape, num_blocks, torch.device("cpu"), is_pinned=is_pinned, is_pool=False)
+        if num_blocks
+        else None
     )

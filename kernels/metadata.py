@@ -32,3 +32,13 @@ class AttentionMetadata(NamedTuple):
     seq_lens: torch.Tensor
     slot_mapping: torch.Tensor
     max_new_tokens: int | None = None
+
+    def of_frame(self, frame: int) -> AttentionMetadata:
+        """Return the metadata of the layers in one frame of each block.
+
+        If blocks have several frames, ``block_tables`` and ``slot_mapping`` have one entry for each.
+        """
+        if self.block_tables.dim() == 2:
+            assert frame == 0, "the tables are those of blocks of one frame"
+            return self
+        return self._replace(block_tables=self.block_tables[frame], slot_mapping=self.slot_mapping[frame])

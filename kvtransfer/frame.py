@@ -10,7 +10,7 @@ A message thus carries four blocks of 512 KiB, or names 32 of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class Frame:
         digest: at the sender, the digest of the payload if it is known. At the receiver, the digest that a
             copy must have if the payload is still in the sender's memory.
         block_id: at the sender, the block's id in a pool that the receiver may map.
+        frame_ids: at the sender, the places of the parts of the block in this pool, if it is not one piece.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Frame:
     payload: Buffer
     digest: int | None = field(default=None, compare=False)
     block_id: int | None = field(default=None, compare=False)
+    frame_ids: Sequence[int] = field(default=(), compare=False)
 
     def check_copy(self, copied: Buffer) -> None:
         """Check a copy of the payload, if the payload could not be checked before it was copied.
@@ -108,6 +110,8 @@ def add_to(
         added = message.add(index=frame.index, block_hash=frame.block_hash, digest=known)
         if transport is Transport.MESSAGES:
             added.payload = bytes(frame.payload)
+        elif frame.frame_ids:
+            added.frame_ids.extend(frame.frame_ids)
         elif frame.block_id is not None:
             added.block_id = frame.block_id
 

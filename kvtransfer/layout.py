@@ -16,7 +16,8 @@ def layout_to_proto(layout: KvLayout) -> kvtransfer_pb2.KvLayout:
 
 def layout_from_proto(message: kvtransfer_pb2.KvLayout) -> KvLayout:
     """Return the layout that a message describes."""
-    return KvLayout(**{field.name: getattr(message, field.name) for field in fields(KvLayout)})
+    values = {field.name: getattr(message, field.name) for field in fields(KvLayout)}
+    return KvLayout(**{**values, "window_layers": tuple(message.window_layers)})
 
 
 def require_equal(ours: KvLayout, theirs: KvLayout) -> None:

@@ -38,7 +38,7 @@ class BlockSource(Protocol):
     def unpin(self, lease_id: str) -> None:
         """Unpin the blocks of a lease, after any ``pin`` that still runs; ignore an unknown lease."""
 
-    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
         """Return the frame of a pinned block; called in a thread."""
 
 

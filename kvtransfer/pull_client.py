@@ -59,7 +59,7 @@ class BlockPull:
         self._intake: Intake = MESSAGES
         self._holder = holder
         self._block_hashes = block_hashes
-        self._block_bytes = layout.block_bytes
+        self._payload_sizes = layout.payload_sizes
         self._timeout = timeout
         self._pin = pb.PinRequest(
             attempt_id=attempt_id,
@@ -151,7 +151,7 @@ class BlockPull:
 
     def _check(self, message: pb.PullResponse, due: int) -> list[Frame]:
         checked = []
-        for frame in self._intake.frames(message.frames, self._block_bytes):
+        for frame in self._intake.frames(message.frames, *self._payload_sizes):
             if frame.index != due or due >= self.num_blocks:
                 raise ProtocolError(f"block {frame.index} arrived when block {due} was due")
             if frame.block_hash != self._block_hashes[due]:

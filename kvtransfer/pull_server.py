@@ -102,9 +102,13 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
 
     def _message(self, lease: Lease, indices: range, transport: Transport) -> pb.PullResponse:
         message = pb.PullResponse()
+        num_bare = self._source.layout.num_bare(len(lease.block_ids))
         frames.add_to(
             message.frames,
-            (self._source.frame(i, lease.block_hashes[i], lease.block_ids[i]) for i in indices),
+            (
+                self._source.frame(i, lease.block_hashes[i], lease.block_ids[i], is_bare=i < num_bare)
+                for i in indices
+            ),
             transport,
         )
         return message

@@ -140,7 +140,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         if request.WhichOneof("message") != "frames":
             raise ProtocolError("open must be followed by frames and one commit")
         due = (each for each in request.frames.frames if window.take(each.index))
-        for frame in intake.frames(due, self._sink.layout.block_bytes):
+        for frame in intake.frames(due, *self._sink.layout.payload_sizes):
             reservation.write(frame)
             self._metrics.record_received(len(frame.payload), intake.transport)
 

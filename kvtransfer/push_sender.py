@@ -106,7 +106,7 @@ class BlockPush:
         self._unproven: grpc.aio.AioRpcError | None = None
         self._checked = asyncio.Event()
         self._num_left = blocks.number - ticket.first_block
-        self._num_sent = 0
+        self._num_sent = self._num_bytes = 0
         self._credit = 0
         self._credit_wait_seconds = 0.0
         self._waiting_since: float | None = None
@@ -141,7 +141,7 @@ class BlockPush:
             NotSharedError: the receiver chose a transport that is not allowed here.
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
-        pending = await self._settled(iter(blocks))
+        pending = await self._settled(self._counted(blocks))
         transport = self._transport or Transport.MESSAGES
         while True:
             limit = frames.blocks_per_message(self._block_bytes, transport)
@@ -160,6 +160,12 @@ class BlockPush:
             self._credit -= num_blocks
             self._num_left -= num_blocks
             self._num_sent += num_blocks
+
+    def _counted(self, blocks: Iterable[Frame]) -> Iterator[Frame]:
+        """Yield the blocks, and count their bytes."""
+        for block in blocks:
+            self._num_bytes += len(block.payload)
+            yield block
 
     async def _settled(self, blocks: Iterator[Frame]) -> Iterator[Frame]:
         """Wait until it is known whether the receiver copies from this worker's pool; return the blocks.
@@ -188,7 +194,7 @@ class BlockPush:
         await self._reading
         return PushSummary(
             num_blocks=self._num_sent,
-            num_bytes=self._num_sent * self._block_bytes,
+            num_bytes=self._num_bytes,
             num_saved_bytes=self._open.first_block * self._block_bytes,
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,

@@ -62,7 +62,7 @@ def make_engine(
     shape = model.kv_shape(block_size)
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
     if num_swap_blocks:
-        parts["swap_memory"] = KvMemory(shape, num_swap_blocks, CPU)
+        parts["swap_memory"] = KvMemory(shape, num_swap_blocks, CPU, is_pool=False)
     memory = KvMemory(shape, num_blocks, device)
     return Engine(model, memory, limits, block_hash, max_model_len, EngineParts(**parts))
 

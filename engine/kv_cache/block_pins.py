@@ -60,7 +60,7 @@ class BlockPins:
         Raises:
             NoFreeBlocksError: there are too few blocks; the pin is unchanged.
         """
-        block_ids = self._pool.allocate(num_blocks)
+        block_ids = self._pool.allocate_prefix(num_blocks)
         self._tables.setdefault(name, []).extend(block_ids)
         self._begun_at.setdefault(name, self._clock())
         return block_ids

@@ -16,7 +16,7 @@ At all times free + cached + used = total. A block with a hash is full and is ne
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -54,6 +54,9 @@ class LowerTiers(Protocol):
 
         The blocks of the pool hold their content until this call returns.
         """
+
+    def on_block_stripped(self, block_id: int, block_hash: bytes) -> None:
+        """Copy a block whose window part the pool frees; it holds its content until this call returns."""
 
     def on_blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
         """Record that the pool has dropped the content of these blocks."""
@@ -100,6 +103,11 @@ class BlockPool:
         """Blocks that an allocation can take: free ones, then cached ones."""
         return len(self._unused)
 
+    @property
+    def num_in_use(self) -> int:
+        """Number of block ids with a reference."""
+        return self.counts.used
+
     def ref_cnt(self, block_id: int) -> int:
         """Return how many block tables hold the block."""
         return self._ref_cnt[block_id]
@@ -127,6 +135,26 @@ class BlockPool:
         elif evicted and self._listener:
             self._listener.removed([block_hash for _, block_hash in evicted])
         return block_ids
+
+    def allocate_prefix(self, num_blocks: int) -> list[int]:
+        """Allocate blocks for a part of a prompt after which sequences will go on.
+
+        Raises:
+            NoFreeBlocksError: there are too few blocks.
+        """
+        return self.allocate(num_blocks)
+
+    def places(self, block_ids: Iterable[int]) -> list[int]:
+        """Return where some blocks lie in the memory; a block may have several places, or others later."""
+        return list(block_ids)
+
+    def copies(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the copies between the places of blocks, given as (from, to)."""
+        return list(pairs)
+
+    def copies_to_host(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the copies between the places of blocks and of host blocks, given as (block, host block)."""
+        return list(pairs)
 
     def _forget(self, block_hash: bytes) -> list[tuple[int, bytes]]:
         """Forget the hashes of a block and of all its descendants; return ids and hashes, children first.

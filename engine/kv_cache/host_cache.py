@@ -69,12 +69,12 @@ class HostCache(SwapSpace):
 
     def copy_in(self, source: KvMemory, block_id: int, host_id: int) -> None:
         """Copy a block of the pool into a host block."""
-        source.copy_out(self.memory, [(block_id, host_id)])
+        source.copy_out(self.memory, source.copies_to(self.memory, [(block_id, host_id)]))
         self._record_copy(source, host_id)
 
     def copy_out(self, target: KvMemory, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (host block, block), into the pool."""
-        target.copy_in(self.memory, pairs)
+        target.copy_in(self.memory, self.memory.copies_to(target, pairs))
         for host_id, _ in pairs:
             self._record_copy(target, host_id)
 

@@ -5,11 +5,11 @@
     pool  --evicted-->  host  --evicted-->  disk  --evicted-->  gone
           <--promoted-        <--promoted-
 
-A block is in the pool or in host memory, never in both. When it is read from disk, its file is kept. The
-listener is notified when the first tier gets a block, and when the last tier drops it. Each tier evicts its
-least recently used block first. Children are marked as used before their parents, so they are evicted first.
-If a block is lost before its children because its file cannot be written or read, the children are dropped
-with it. Every cached block thus has its whole prefix cached.
+A block is in the pool or in host memory, never in both, unless the pool has freed a part of it. When it is
+read from disk, its file is kept. The listener is notified when the first tier gets a block, and when the
+last tier drops it. Each tier evicts its least recently used block first. Children are marked as used before
+their parents, so they are evicted first. If a block is lost before its children because its file cannot be
+written or read, the children are dropped with it. Every cached block thus has its whole prefix cached.
 
 Eviction copies a block immediately, because the block's next user may write it from another thread. The copy
 back into the pool is planned with the step's other moves, or made immediately between two steps.
@@ -133,14 +133,25 @@ class CacheTiers:
         for block_id, block_hash in blocks:
             if block_hash not in self._pooled:
                 continue  # its parent was dropped, so no prompt can find it
-            host_id = self._host_block()
+            is_kept = block_hash in self.host or self._copy_to_host(block_id, block_hash)
             self._pooled.discard(block_hash)
-            if host_id is not None:
-                self.host.copy_in(self._memory, block_id, host_id)
-                self.host.add_block(block_hash, host_id)
-                self.counts.demotions["host"] += 1
-            elif not self._is_on_disk(block_hash):
+            if not is_kept and not self._is_on_disk(block_hash):
                 self._drop(block_hash)
+
+    def on_block_stripped(self, block_id: int, block_hash: bytes) -> None:
+        """Copy a block to host memory, and keep it there: host memory and disk have only whole blocks."""
+        if block_hash in self._pooled and block_hash not in self.host and not self._is_on_disk(block_hash):
+            self._copy_to_host(block_id, block_hash)
+
+    def _copy_to_host(self, block_id: int, block_hash: bytes) -> bool:
+        """Copy a block of the pool to host memory, unless it is bare; return whether there was room."""
+        host_id = None if self._memory.is_bare(block_id) else self._host_block()
+        if host_id is None:
+            return False
+        self.host.copy_in(self._memory, block_id, host_id)
+        self.host.add_block(block_hash, host_id)
+        self.counts.demotions["host"] += 1
+        return True
 
     def on_blocks_forgotten(self, block_hashes: Sequence[bytes]) -> None:
         """Drop blocks that the pool has forgotten, and all their descendants."""
@@ -163,7 +174,9 @@ class CacheTiers:
         """
         num_held = len(self._tree)
         for each in list(self.host):
-            if each in self._tree:
+            if each in self._pooled:
+                self.host.discard(each)
+            elif each in self._tree:
                 self._drop(each)
         for each in list(self.disk or ()):
             assert self.disk is not None
@@ -200,7 +213,7 @@ class CacheTiers:
         if self._is_on_disk(block_hash):
             assert self.disk is not None
             self.disk.touch([block_hash])
-        elif block_hash in self._tree:
+        elif block_hash in self._tree and block_hash not in self._pooled:
             self._drop(block_hash)
 
     def _make_room_on_disk(self, block_hash: bytes) -> bool:
@@ -344,10 +357,11 @@ class CacheTiers:
 
     def check_conservation(self, pool: BlockPool) -> None:
         """Raise AssertionError unless the tiers and the pool agree. Call this only between steps."""
-        above = {each for each in self._pooled if pool.look_up([each])}
+        above = {each for each in self._pooled if each in pool}
         assert above == self._pooled, "the pool lacks blocks that it is said to hold"
         held = {*self._pooled, *self.host, *(self.disk or ())}
         assert held == self._tree.hashes, "blocks are held that are not published, or the other way round"
-        assert not any(each in self.host for each in self._pooled), "a block is in the pool and below it"
+        is_apart = self._memory.frame_tables is not None or not any(e in self.host for e in self._pooled)
+        assert is_apart, "a block is in the pool and below it"
         num_used = len(self.host) + len(self._loading)
         assert self.host.num_free + num_used == self.host.num_blocks, "host blocks have leaked"

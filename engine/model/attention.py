@@ -6,7 +6,7 @@ gets the step's block tables and the KV memory as keyword arguments, so there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,14 @@ class PagedStep(NamedTuple):
         scales: scales of each layer's 8-bit blocks; None for other dtypes.
         numbers: the numbers of the calls of attention, of which each takes the next. They are those of
             ``layers``, since a layer has KV blocks for each of its calls in a step.
+        frames: for each layer, its frame of a block.
     """
 
     metadata: AttentionMetadata
     layers: list[torch.Tensor]
     scales: list[torch.Tensor | None]
     numbers: Iterator[int]
+    frames: Sequence[int]
 
 
 def attend(
@@ -64,12 +66,12 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
-    metadata, layers, scales, numbers = paged_step
+    metadata, layers, scales, numbers, frames = paged_step
     layer = next(numbers)
     if layer not in module.kv_layers:  # type: ignore[operator]
         raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kv_layer, kv_scales = layers[layer], scales[layer]
+    metadata, kv_layer, kv_scales = metadata.of_frame(frames[layer]), layers[layer], scales[layer]
     expansion = latent_expansion(module)
     value_dim = value.shape[-1]
     if expansion is None:

@@ -280,7 +280,7 @@ def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
         output = module(
             input_ids=step.input_ids[None],
             position_ids=step.positions[None],
-            paged_step=PagedStep(step.metadata, memory.layers, memory.scales, count()),
+            paged_step=PagedStep(step.metadata, memory.layers, memory.scales, count(), memory.frames),
             use_cache=False,
         )
         logits: torch.Tensor = output.logits[0]

@@ -91,6 +91,7 @@ class CompiledStep:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._keeps_all_rows = True
         self._num_positions = 0
+        self._frames = np.array(memory.frames)
         self._num_sums = sum(
             isinstance(each, RowLinear) for layer in recipe.layers for each in (layer.output, layer.mlp.down)
         )
@@ -112,7 +113,7 @@ class CompiledStep:
         steps["num_logits"] = num_logits
         steps["token_ids"] = tensors.input_ids.data_ptr()
         steps["positions"] = tensors.positions.data_ptr()
-        steps["slots"] = metadata.slot_mapping.data_ptr()
+        self._layers["slots"] = _entry_addresses(metadata.slot_mapping, 1, self._frames)
         steps["kept_rows"] = tensors.logit_rows.data_ptr()
         steps["logits"] = logits.data_ptr() + 4 * _first_column(self._recipe.head)
         if self._collectives is not None:
@@ -121,8 +122,8 @@ class CompiledStep:
         keeps_all_rows = metadata.max_new_tokens == 1 and num_kept == num_tokens
         if keeps_all_rows != self._keeps_all_rows:
             self._place_kept_rows(keeps_all_rows)
-        calls["block_tables"] = metadata.block_tables.data_ptr()
-        calls["table_width"] = metadata.block_tables.shape[1]
+        calls["block_tables"] = _entry_addresses(metadata.block_tables, 2, self._frames)
+        calls["table_width"] = metadata.block_tables.shape[-1]
         calls["query_starts"] = metadata.query_starts.data_ptr()
         calls["seq_lens"] = metadata.seq_lens.data_ptr()
         parts, tiles = last_parts, last_tiles = self._tiles(metadata)
@@ -150,9 +151,10 @@ class CompiledStep:
     def _tiles(self, metadata: AttentionMetadata) -> tuple[Array, Array]:
         """Return the parts and tiles of a step."""
         starts = metadata.query_starts.numpy()
-        sequences = (metadata.block_tables.numpy(), starts, metadata.seq_lens.numpy())
+        # Sequences that share a block share all its frames, so the first frame is enough.
+        sequences = (metadata.of_frame(0).block_tables.numpy(), starts, metadata.seq_lens.numpy())
         num_threads = torch.get_num_threads()
-        if metadata.slot_mapping.shape[0] == len(starts) - 1:
+        if metadata.slot_mapping.shape[-1] == len(starts) - 1:
             return self._decode_tiles.of(*sequences, num_threads)
         parts = make_parts(starts, np.diff(starts), part_tokens(self._shape.group))
         return make_tiles(parts, *sequences, self._shape, num_threads)
@@ -334,6 +336,14 @@ class CompiledStep:
 
 def _dtype(recipe: StepRecipe) -> torch.dtype:
     return recipe.head.packed.dtype
+
+
+def _entry_addresses(tensor: torch.Tensor, num_dims: int, frames: Array) -> Array | int:
+    """Return the address of the entry of each layer's frame; of the whole tensor if blocks are one frame."""
+    if tensor.dim() == num_dims:
+        assert not frames.any(), "the tables are those of blocks of one frame"
+        return tensor.data_ptr()
+    return tensor.data_ptr() + frames * (tensor.stride(0) * tensor.element_size())
 
 
 def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:

@@ -76,14 +76,21 @@ class DecodeGraphs:
         max_num_seqs: the largest batch size.
         max_blocks: most entries of a block table.
         device: the device of the model.
+        num_frames: frames of a block.
     """
 
     def __init__(
-        self, forward: Forward, capture: Capture, max_num_seqs: int, max_blocks: int, device: torch.device
+        self,
+        forward: Forward,
+        capture: Capture,
+        max_num_seqs: int,
+        max_blocks: int,
+        device: torch.device,
+        num_frames: int = 1,
     ) -> None:
         self._forward = forward
         self._sizes = (*(size for size in LADDER if size < max_num_seqs), max_num_seqs)
-        self._inputs = _static_inputs(max_num_seqs, max_blocks, device)
+        self._inputs = _static_inputs(max_num_seqs, max_blocks, device, num_frames)
         logits = forward(_of_size(self._inputs, 1))
         self._logits = logits.new_zeros((max_num_seqs, logits.shape[-1]))
         # The largest is captured first, so that the others reuse its memory.
@@ -91,11 +98,11 @@ class DecodeGraphs:
 
     def fits(self, step: StepTensors) -> bool:
         """Return whether a step only decodes, has one row of logits per sequence, and fits into a graph."""
-        num_seqs, num_entries = step.metadata.block_tables.shape
+        num_seqs, num_entries = step.metadata.block_tables.shape[-2:]
         return (
             step.metadata.max_new_tokens == 1
             and step.logit_rows.shape[0] == num_seqs <= self._sizes[-1]
-            and num_entries <= self._inputs.metadata.block_tables.shape[1]
+            and num_entries <= self._inputs.metadata.block_tables.shape[-1]
         )
 
     def run(self, step: StepTensors) -> torch.Tensor:
@@ -123,23 +130,24 @@ class DecodeGraphs:
             (ours.slot_mapping, theirs.slot_mapping),
         )
         for static, fresh in pairs:
-            static[: fresh.shape[0]].copy_(fresh, non_blocking=True)
+            static[..., : fresh.shape[-1]].copy_(fresh, non_blocking=True)
         tables = theirs.block_tables
-        ours.block_tables[:num_seqs, : tables.shape[1]].copy_(tables, non_blocking=True)
+        ours.block_tables[..., :num_seqs, : tables.shape[-1]].copy_(tables, non_blocking=True)
         ours.query_starts[num_seqs + 1 : size + 1] = num_seqs
         ours.seq_lens[num_seqs:size] = 0
-        ours.slot_mapping[num_seqs:size] = -1
+        ours.slot_mapping[..., num_seqs:size] = -1
 
 
-def _static_inputs(size: int, max_blocks: int, device: torch.device) -> StepTensors:
+def _static_inputs(size: int, max_blocks: int, device: torch.device, num_frames: int) -> StepTensors:
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    frames = (num_frames,) if num_frames > 1 else ()
     metadata = AttentionMetadata(
-        block_tables=zeros(size, max_blocks, dtype=torch.int32),
+        block_tables=zeros(*frames, size, max_blocks, dtype=torch.int32),
         query_starts=zeros(size + 1, dtype=torch.int32),
         seq_lens=zeros(size, dtype=torch.int32),
-        slot_mapping=torch.full((size,), -1, device=device),
+        slot_mapping=torch.full((*frames, size), -1, device=device),
         max_new_tokens=1,
     )
     return StepTensors(zeros(size), zeros(size), torch.arange(size, device=device), metadata)
@@ -152,9 +160,9 @@ def _of_size(inputs: StepTensors, size: int) -> StepTensors:
         inputs.positions[:size],
         inputs.logit_rows[:size],
         metadata._replace(
-            block_tables=metadata.block_tables[:size],
+            block_tables=metadata.block_tables[..., :size, :],
             query_starts=metadata.query_starts[: size + 1],
             seq_lens=metadata.seq_lens[:size],
-            slot_mapping=metadata.slot_mapping[:size],
+            slot_mapping=metadata.slot_mapping[..., :size],
         ),
     )

@@ -48,9 +48,10 @@ class Header(NamedTuple):
         return cls(*_HEADER.unpack(data))
 
 
-def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int) -> int:
-    """Return the most bytes of a step's tensors."""
-    return 8 * (4 * max_tokens + 4 * max_num_seqs + max_num_seqs * max_table_width + 64)
+def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int, max_frames: int = 1) -> int:
+    """Return the most bytes of a step's tensors; a block has at most ``max_frames`` frames."""
+    num_per_frame = max_tokens + max_num_seqs * max_table_width
+    return 8 * (3 * max_tokens + 4 * max_num_seqs + max_frames * num_per_frame + 64)
 
 
 def write_step(memory: SharedMemory, step: StepTensors) -> Header:
@@ -76,20 +77,22 @@ def write_step(memory: SharedMemory, step: StepTensors) -> Header:
     ):
         writer.put(tensor)
     most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
-    return Header(Kind.STEP, num_tokens, num_kept, tables.shape[0], tables.shape[1], most, step.num_hidden)
+    num_seqs, width = tables.shape[-2:]
+    return Header(Kind.STEP, num_tokens, num_kept, num_seqs, width, most, step.num_hidden)
 
 
-def read_step(memory: SharedMemory, header: Header) -> StepTensors:
-    """Return the tensors of a step, which lie in shared memory."""
+def read_step(memory: SharedMemory, header: Header, num_frames: int = 1) -> StepTensors:
+    """Return the tensors of a step, which lie in shared memory; ``num_frames`` are those of a block."""
     _, num_tokens, num_kept, num_seqs, width, most, num_hidden = header
     reader = _Reader(memory)
     tokens, positions = reader.take(torch.int64, num_tokens), reader.take(torch.int64, num_tokens)
-    logit_rows, slots = reader.take(torch.int64, num_kept), reader.take(torch.int64, num_tokens)
+    logit_rows, slots = reader.take(torch.int64, num_kept), reader.take(torch.int64, num_frames * num_tokens)
+    tables = reader.take(torch.int32, num_frames * num_seqs * width).view(-1, num_seqs, width)
     metadata = AttentionMetadata(
-        block_tables=reader.take(torch.int32, num_seqs * width).view(num_seqs, width),
+        block_tables=tables if num_frames > 1 else tables[0],
         query_starts=reader.take(torch.int32, num_seqs + 1),
         seq_lens=reader.take(torch.int32, num_seqs),
-        slot_mapping=slots,
+        slot_mapping=slots.view(num_frames, -1) if num_frames > 1 else slots,
         max_new_tokens=None if most < 0 else most,
     )
     return StepTensors(tokens, positions, logit_rows, metadata, num_hidden)

@@ -62,7 +62,7 @@ def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives)
             collectives.meet()
         else:
             assert runner is not None
-            runner.forward(read_step(collectives.memory, header))
+            runner.forward(read_step(collectives.memory, header, runner.memory.shape.num_frames))
 
 
 def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:

@@ -63,12 +63,15 @@ def shared_sizes(config: EngineConfig, num_ranks: int) -> SharedSizes:
     # In addition to the rows that score a prompt's tokens, each sequence has one row to sample from.
     max_rows = max(config.max_num_batched_tokens + config.max_num_seqs, _LEAST_ROWS)
     width = -(-(config.max_model_len or _LONGEST) // config.block_size) + 1
+    has_windows = "sliding_attention" in (getattr(text_config, "layer_types", None) or ())
     return SharedSizes(
         num_ranks,
         max_rows,
         text_config.hidden_size,
         text_config.vocab_size,
-        message_bytes(max_rows, config.max_num_seqs, width),
+        message_bytes(
+            max_rows, config.max_num_seqs, width, text_config.num_hidden_layers if has_windows else 1
+        ),
     )
 
 

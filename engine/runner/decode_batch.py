@@ -28,7 +28,7 @@ class DecodeBatch:
         num_sequences = len(scheduled)
         self._token_ids = np.zeros(num_sequences, dtype=np.int64)
         self._positions = np.zeros(num_sequences, dtype=np.int64)
-        self._slots = np.zeros(num_sequences, dtype=np.int64)
+        self._slots = np.zeros(tables.slots_shape(num_sequences), dtype=np.int64)
         self._seq_lens = np.zeros(num_sequences, dtype=np.int32)
         self._block_ids: Int32s = np.zeros((0, 0), dtype=np.int32)
         self._tensors = StepTensors(
@@ -64,7 +64,11 @@ class DecodeBatch:
         positions = [each.num_computed_tokens for each in sequences]
         pairs = list(zip(sequences, positions, strict=True))
         self._token_ids[:] = [each.token_ids[position] for each, position in pairs]
-        self._slots[:] = [each.block_table[at // size] * size + at % size for each, at in pairs]
+        if held.block_ids.ndim == 2:
+            self._slots[:] = [each.block_table[at // size] * size + at % size for each, at in pairs]
+        else:
+            at = np.array(positions)
+            self._slots[:] = held.block_ids[:, np.arange(len(at)), at // size] * np.int64(size) + at % size
         self._positions[:] = positions
         self._seq_lens[:] = self._positions
         self._seq_lens -= held.num_left_out

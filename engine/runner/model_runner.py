@@ -47,7 +47,7 @@ class ModelRunner:
             )
         block_size = memory.shape.block_size
         alignment = 1 if model.window is None else ops.blocks_summed_together(memory.device, block_size)
-        self._tables = StepTables(block_size, alignment)
+        self._tables = StepTables(block_size, alignment, memory.frame_tables)
         self._decodes = DecodeBatch([], self._tables, block_size)
 
     def move_blocks(self, schedule: Schedule) -> None:
@@ -74,12 +74,14 @@ class ModelRunner:
         packed = _pack(scheduled, num_new, computed)
         tables, num_left_out = self._tables.of(sequences)
         indices = packed.positions - num_left_out[packed.owners]
-        slots = tables[packed.owners, indices // block_size] * np.int64(block_size) + indices % block_size
+        slots = (
+            tables[..., packed.owners, indices // block_size] * np.int64(block_size) + indices % block_size
+        )
         metadata = AttentionMetadata(
             block_tables=torch.from_numpy(tables),
             query_starts=torch.from_numpy(packed.starts),
             seq_lens=torch.from_numpy(computed + num_new - num_left_out),
-            slot_mapping=torch.from_numpy(slots),
+            slot_mapping=torch.from_numpy(slots).contiguous(),
             max_new_tokens=int(num_new.max()),
         )
         scored = _prompt_rows(scheduled, packed, Sequence.positions_to_score)
@@ -107,7 +109,10 @@ class ModelRunner:
                 host.
         """
         max_blocks = -(-max_model_len // self.memory.shape.block_size)
-        self._graphs = DecodeGraphs(self._run, capture, max_num_seqs, max_blocks, self.memory.device)
+        num_frames = self.memory.shape.num_frames
+        self._graphs = DecodeGraphs(
+            self._run, capture, max_num_seqs, max_blocks, self.memory.device, num_frames
+        )
 
     @torch.inference_mode()
     def forward(self, step: StepTensors) -> torch.Tensor:
@@ -143,7 +148,9 @@ class ModelRunner:
             logits_to_keep=step.logit_rows[: step.num_logits],
             output_hidden_states=step.num_hidden > 0,
             use_cache=False,
-            paged_step=PagedStep(step.metadata, self.memory.layers, self.memory.scales, count()),
+            paged_step=PagedStep(
+                step.metadata, self.memory.layers, self.memory.scales, count(), self.memory.frames
+            ),
         )
         if step.num_hidden:
             self._hidden = output.hidden_states[-1][0, step.logit_rows[step.num_logits :]]

@@ -52,9 +52,7 @@ class FirstBlocks:
             return False
         sequence, num_allocatable = group.sequences[0], self._pool.num_allocatable
         self._tables.take_cached_prefix(sequence, max_tokens=sequence.num_tokens - 1)
-        num_held = self._tables.max_held_blocks(sequence, 1, sequence.num_tokens)
-        last = min(self._tables.blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_held)
-        num_missing = last - len(sequence.block_table)
+        num_first, num_missing = self._tables.first_blocks(sequence)
         num_revived = num_allocatable - self._pool.num_allocatable
         is_lacking = num_missing > self._queues.num_spare_blocks
         group.lack = Lack(num_missing + num_revived, self._next_hash(sequence)) if is_lacking else None
@@ -64,7 +62,7 @@ class FirstBlocks:
             self._tables.free(sequence)
             sequence.num_computed_tokens = sequence.num_sealed_blocks = 0
             return False
-        self._allocate(sequence, num_missing, schedule)
+        self._allocate(sequence, num_first, schedule)
         return True
 
     def _still_lacks_blocks(self, group: SequenceGroup) -> bool:
@@ -116,7 +114,8 @@ class FirstBlocks:
         sequence.block_table += new_blocks
         if hit is not None:
             schedule.pinned.append(hit.block_id)
-            schedule.copies.append((hit.block_id, sequence.block_table[sequence.num_sealed_blocks]))
+            target = sequence.block_table[sequence.num_sealed_blocks]
+            schedule.copies += self._pool.copies([(hit.block_id, target)])
             self._tables.count_cached(sequence, hit.num_tokens)
 
     def _take_from_host(self, sequence: Sequence, max_blocks: int, schedule: Schedule) -> list[int]:

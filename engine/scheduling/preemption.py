@@ -55,7 +55,8 @@ class Preemption:
         victim.num_preemptions += 1
         swapped, recomputed = self.counts
         # What this step would have brought is not there to be swapped out.
-        is_incomplete = schedule.drop_copies_into(self.swapping.blocks(victim))
+        places = self.tables.pool.places(self.swapping.blocks(victim))
+        is_incomplete = schedule.drop_copies_into(places)
         if not is_incomplete and self._is_swapped(victim):
             self.swapping.swap_out(victim, schedule)
             self.counts = PreemptionCounts(swapped + 1, recomputed)

@@ -349,7 +349,7 @@ class Scheduler:
         """Extend the tables by the chosen tokens; plan copies of shared blocks that will be written."""
         for sequence, num_tokens in chosen:
             if (copy := self.tables.append(sequence, num_tokens)) is not None:
-                schedule.copies.append(copy)
+                schedule.copies += self.tables.pool.copies([copy])
 
     # --- waiting groups -----------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class Swapping:
         computed = self._computed_tables(group)
         block_ids = _distinct_blocks(computed)
         host_ids = self._swap_space.allocate(len(block_ids))
-        schedule.swap_out += zip(block_ids, host_ids, strict=True)
+        schedule.swap_out += self._tables.pool.copies_to_host(zip(block_ids, host_ids, strict=True))
         index_of = {NO_BLOCK: NO_BLOCK, **{block_id: index for index, block_id in enumerate(block_ids)}}
         tables = [[index_of[block_id] for block_id in table] for table in computed]
         group.swapped = SwappedTables(host_ids, tables)
@@ -63,10 +63,12 @@ class Swapping:
         """
         assert group.swapped is not None
         host_ids, tables = group.swapped
-        if len(host_ids) > self._queues.num_spare_blocks:
-            return False
         pool = self._tables.pool
-        block_ids = pool.allocate(len(host_ids))
+        block_ids = self._tables.allocate_swapped(
+            group.sequences, tables, len(host_ids), self._queues.num_spare_blocks
+        )
+        if block_ids is None:
+            return False
         for sequence, table in zip(group.sequences, tables, strict=True):
             held = [block_ids[index] if index != NO_BLOCK else NO_BLOCK for index in table]
             self._tables.replace(sequence, held)
@@ -76,7 +78,8 @@ class Swapping:
             for sequence in group.sequences:
                 self._tables.free(sequence)
             return False
-        schedule.swap_in += zip(host_ids, block_ids, strict=True)
+        copies = pool.copies_to_host(zip(block_ids, host_ids, strict=True))
+        schedule.swap_in += [(host, place) for place, host in copies]
         self._swap_space.free_after_step(host_ids)
         group.swapped = None
         return True

@@ -27,15 +27,6 @@ from quire.engine.sequences.sequence import Sequence, SequenceStatus, SequenceUp
 from quire.engine.sequences.stop_rules import StopRules
 
 
-def num_transferred_tokens(prompt: Sequence) -> int:
-    """Return how many of a request's prompt tokens the prefill worker computes.
-
-    It computes all of them if the request has one sequence, whose first token it also samples. If there are
-    several sequences, the decode worker needs the last token's logits and computes that token itself.
-    """
-    return prompt.num_tokens if prompt.params.num_sequences == 1 else prompt.num_tokens - 1
-
-
 @dataclass(eq=False)
 class Transfers:
     """Gives blocks to requests whose prompts another worker computes, and admits them.
@@ -74,7 +65,7 @@ class Transfers:
         """
         self.requests.register(prompt)
         prompt.status = SequenceStatus.TRANSFERRING
-        num_tokens = num_transferred_tokens(prompt)
+        num_tokens = prompt.num_transferred_tokens
         self.tables.bring_prefix(prompt)
         self.tables.take_cached_prefix(prompt, max_tokens=num_tokens)
         self.tables.drop_unseen(prompt, num_tokens)
@@ -166,7 +157,7 @@ class Transfers:
         """
         transfers = self.queues.transfers
         held = {block_id for group in transfers for block_id in group.prompt.held_blocks}
-        if not transfers or self.tables.pool.counts.used > len(held):
+        if not transfers or self.tables.pool.num_in_use > len(held):
             return False
         self.requests.discard_group(next(reversed(transfers)), SequenceStatus.FINISHED_ABORTED)
         return True
@@ -182,7 +173,7 @@ class Transfers:
         """
         group = self.requests.groups[attempt_id]
         prompt = group.prompt
-        prompt.num_computed_tokens = num_transferred_tokens(prompt)
+        prompt.num_computed_tokens = prompt.num_transferred_tokens
         self.tables.seal(prompt)
         with failing_request(attempt_id):
             excess = self.eviction.choose(prompt)

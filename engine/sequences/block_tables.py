@@ -173,6 +173,22 @@ class BlockTables:
         """
         sequence.block_table += self.pool.allocate(self.num_missing(sequence))
 
+    def allocate_swapped(
+        self, sequences: Iterable[Sequence], tables: list[list[int]], num_blocks: int, max_blocks: int
+    ) -> list[int] | None:
+        """Allocate blocks for the tables of sequences, which are in host memory.
+
+        Args:
+            sequences: the sequences.
+            tables: for each of them, the indices of its blocks in the result.
+            num_blocks: number of blocks in the tables.
+            max_blocks: the largest size of the blocks.
+
+        Returns:
+            The blocks; None if there is too little room.
+        """
+        return self.pool.allocate(num_blocks) if num_blocks <= max_blocks else None
+
     def num_missing(self, sequence: Sequence) -> int:
         """Return how many more blocks a sequence needs to hold all its tokens."""
         return max(0, self.blocks_for(sequence.num_tokens) - len(sequence.block_table))
@@ -240,6 +256,19 @@ class BlockTables:
         sequence.num_table_edits += 1
 
     # --- bounds -------------------------------------------------------------------------------------------
+
+    def first_blocks(self, sequence: Sequence) -> tuple[int, int]:
+        """Return how many blocks a sequence gets to start, after its cached prefix.
+
+        These are blocks for all its tokens, or the most that it can hold at once.
+
+        Returns:
+            Their number, and the size of the blocks for which there must be room.
+        """
+        num_held = self.max_held_blocks(sequence, 1, sequence.num_tokens)
+        last = min(self.blocks_for(sequence.num_tokens), sequence.num_dropped_blocks + num_held)
+        num_missing = last - len(sequence.block_table)
+        return num_missing, num_missing
 
     def max_blocks(self, prompt: Sequence, num_tokens: int) -> int:
         """Return the most blocks that a request can hold with ``num_tokens`` tokens in each sequence."""

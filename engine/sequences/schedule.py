@@ -32,7 +32,8 @@ class Schedule:
     """What one step does: it moves blocks in the order of the attributes, and then computes tokens.
 
     Attributes:
-        swap_out: (block, host block) to copy to host memory.
+        swap_out: (block, host block) to copy to host memory; these and the next are places of blocks, see
+            ``BlockPool.places``.
         swap_in: (host block, block) to copy back.
         copies: (block, block) to copy before the second is written.
         pinned: cached blocks that are referenced until all copies have been made.
@@ -57,11 +58,11 @@ class Schedule:
         """Whether the step copies any block."""
         return bool(self.swap_out or self.swap_in or self.copies or self.promotions)
 
-    def drop_copies_into(self, block_ids: Collection[int]) -> bool:
+    def drop_copies_into(self, places: Collection[int]) -> bool:
         """Plan no copy into some blocks, which are given back; return whether there was any."""
         num_before = len(self.swap_in) + len(self.copies)
         for moves in (self.swap_in, self.copies):
-            moves[:] = [(source, target) for source, target in moves if target not in block_ids]
+            moves[:] = [(source, target) for source, target in moves if target not in places]
         return len(self.swap_in) + len(self.copies) < num_before
 
     @property

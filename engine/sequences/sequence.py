@@ -107,6 +107,8 @@ class Sequence:
     num_sealed_blocks: int = 0
     num_dropped_blocks: int = 0
     """Number of entries of the block table that are ``NO_BLOCK``."""
+    num_passed_blocks: int = 0
+    """Number of leading blocks that the window of some layers has left behind, although others see them."""
     num_table_edits: int = 0
     """Number of changes to the block table, except for blocks added at its end."""
     logits_rules: LogitsRules | None = None
@@ -211,6 +213,15 @@ class Sequence:
         if self.pooled is None:
             return range(0)
         return self.pooled.missing(self.num_computed_tokens, self.num_computed_tokens + num_new_tokens)
+
+    @property
+    def num_transferred_tokens(self) -> int:
+        """How many of a request's prompt tokens another worker computes.
+
+        It computes all of them if the request has one sequence, whose first token it also samples. If there
+        are several sequences, the decode worker needs the last token's logits and computes that token itself.
+        """
+        return self.num_tokens if self.params.num_sequences == 1 else self.num_tokens - 1
 
     def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
         """Hash every full block of ``token_ids`` that has no hash yet."""

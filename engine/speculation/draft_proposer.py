@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quire.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from quire.engine.kv_cache.block_pool import NoFreeBlocksError
 from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.window_pool import pool_of
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.block_tables import BlockTables
@@ -61,7 +62,7 @@ class DraftProposer:
         hash_block: HashBlock,
         eos_token_ids: frozenset[int],
     ) -> None:
-        self.pool = BlockPool(memory.num_blocks)
+        self.pool = pool_of(memory)
         self._tables = BlockTables(self.pool, limits.block_size, hash_block)
         self._max_step_tokens = limits.max_num_batched_tokens
         self._runner = ModelRunner(model, memory)

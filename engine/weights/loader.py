@@ -101,6 +101,7 @@ class LoadedModel:
     def kv_shape(self, block_size: int, kv_cache_dtype: str = "auto") -> KvShape:
         """Return the shape of this model's KV blocks, in the model's dtype or one of ``KV_CACHE_DTYPES``."""
         dtype = dtype_name(self.dtype) if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
+        is_mixed = self.has_windows and self.window is None and not self.heads.latent_dim
         return KvShape(
             self.num_layers,
             self.num_kv_heads,
@@ -108,6 +109,8 @@ class LoadedModel:
             self.head_dim,
             dtype,
             latent_dim=self.heads.latent_dim,
+            window=max((each for each in self.windows if each is not None), default=0) if is_mixed else 0,
+            window_layers=tuple(i for i, each in enumerate(self.windows) if each) if is_mixed else (),
         )
 
 

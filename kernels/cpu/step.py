@@ -78,6 +78,7 @@ LAYER = np.dtype(
         ("sines", np.int64),
         ("kv", np.int64),
         ("kv_scales", np.int64),
+        ("slots", np.int64),
         ("attention", np.int64),
     ]
 )
@@ -93,7 +94,6 @@ over the processes.
 _ADDRESSES = (
     "token_ids",
     "positions",
-    "slots",
     "kept_rows",
     "embedding",
     "position_embedding",
@@ -537,7 +537,7 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
     """Rotate queries and keys; write keys and values into their blocks unless these have 8 bits."""
     keep_apart()
     positions = carray(pointer(args.positions, np.int64), (args.num_tokens,))
-    slots = carray(pointer(args.slots, np.int64), (args.num_tokens,))
+    slots = carray(pointer(layer.slots, np.int64), (args.num_tokens,))
     dim = args.head_dim
     for token in range(first, end):
         row = args.qkv + 4 * token * args.qkv_stride
@@ -573,7 +573,7 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
 def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> None:
     """Write keys and values into 8-bit blocks: a thread writes all tokens of a head, in order."""
     keep_apart()
-    slots = carray(pointer(args.slots, np.int64), (args.num_tokens,))
+    slots = carray(pointer(layer.slots, np.int64), (args.num_tokens,))
     dim = args.head_dim
     for part in range(thread, 2 * args.num_kv_heads, num_threads):
         is_value, head = part // args.num_kv_heads, part % args.num_kv_heads

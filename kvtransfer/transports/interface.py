@@ -50,14 +50,17 @@ class Intake(Protocol):
     transport: Transport
     executor: Executor | None
 
-    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+    def frames(
+        self, messages: Iterable[pb.BlockFrame], block_bytes: int, bare_bytes: int = 0, frame_bytes: int = 0
+    ) -> Iterator[Frame]:
         """Yield the frames that messages describe, in order; called in a thread of ``executor``.
 
         Before a copy of a payload is used, ``Frame.check_copy`` must accept it.
 
         Raises:
             DigestMismatchError: the payload or the hash is not what was sent.
-            ProtocolError: the block does not have ``block_bytes`` bytes, or is not in the peer's pool.
+            ProtocolError: the block has neither ``block_bytes`` bytes nor the ``bare_bytes`` of a bare block
+                (see ``KvShape``), or is not in the peer's pool.
             SenderGoneError: the peer has ended.
         """
 

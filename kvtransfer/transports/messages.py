@@ -19,14 +19,16 @@ class Messages:
     transport = Transport.MESSAGES
     executor: Executor | None = None
 
-    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+    def frames(
+        self, messages: Iterable[pb.BlockFrame], block_bytes: int, bare_bytes: int = 0, frame_bytes: int = 0
+    ) -> Iterator[Frame]:
         """Yield the frames; see ``Intake.frames``."""
-        return (self.frame(each, block_bytes) for each in messages)
+        return (self.frame(each, block_bytes, bare_bytes) for each in messages)
 
-    def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
+    def frame(self, message: pb.BlockFrame, block_bytes: int, bare_bytes: int = 0) -> Frame:
         """Return the frame with the bytes in the message, whose digest has been checked."""
         frame = frames.from_proto(message)
-        if len(frame.payload) != block_bytes:
+        if len(frame.payload) not in (block_bytes, bare_bytes or block_bytes):
             raise ProtocolError(f"block {frame.index} has {len(frame.payload)} bytes, not {block_bytes}")
         return frame
 

@@ -185,7 +185,9 @@ class NixlPool:
         self._agent = agent
         self._offer = offer
 
-    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+    def frames(
+        self, messages: Iterable[pb.BlockFrame], block_bytes: int, bare_bytes: int = 0, frame_bytes: int = 0
+    ) -> Iterator[Frame]:
         """Yield the blocks that messages name, each checked; see ``Intake.frames``."""
         named = list(messages)
         for each in named:

@@ -35,9 +35,26 @@ class PeerPool:
         self.connection = connection
         self._bytes: memoryview | None = memoryview(mapping)
 
-    def frames(self, messages: Iterable[pb.BlockFrame], block_bytes: int) -> Iterator[Frame]:
+    def frames(
+        self, messages: Iterable[pb.BlockFrame], block_bytes: int, bare_bytes: int = 0, frame_bytes: int = 0
+    ) -> Iterator[Frame]:
         """Yield the frames; see ``Intake.frames``."""
-        return (self.frame(each, block_bytes) for each in messages)
+        sizes = (block_bytes, bare_bytes)
+        return (
+            self._joined(each, sizes, frame_bytes) if each.frame_ids else self.frame(each, block_bytes)
+            for each in messages
+        )
+
+    def _joined(self, message: pb.BlockFrame, sizes: tuple[int, int], size: int) -> Frame:
+        """Return a frame whose payload is a copy of the parts of a block in the peer's pool."""
+        pool = self._bytes
+        if pool is None:
+            raise SenderGoneError("the process that holds the blocks has ended")
+        places = message.frame_ids
+        if not size or len(places) * size not in sizes or (max(places) + 1) * size > len(pool):
+            raise ProtocolError(f"block {message.index} is not in the sender's pool")
+        payload = b"".join(pool[place * size : (place + 1) * size] for place in places)
+        return Frame(message.index, message.block_hash, payload, message.digest)
 
     def frame(self, message: pb.BlockFrame, block_bytes: int) -> Frame:
         """Return a frame whose payload is the block in the peer's pool, which may still change."""

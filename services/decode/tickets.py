@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.scheduling.transfers import num_transferred_tokens
 from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import (
@@ -75,7 +74,7 @@ class Tickets:
 
     def issue(self, sequence: Sequence, attempt: int, first_block: int, updates: Updates) -> Promise:
         """Promise to receive the sequence's blocks from ``first_block`` on."""
-        num_blocks = -(-num_transferred_tokens(sequence) // self.layout.block_size)
+        num_blocks = -(-sequence.num_transferred_tokens // self.layout.block_size)
         promise = Promise(secrets.token_hex(16), sequence, attempt, first_block, num_blocks, updates)
         self._promises[promise.ticket_id] = promise
         return promise
@@ -132,7 +131,7 @@ class PromisedBlocks:
     def write(self, frame: Frame) -> None:
         """Write a block after checking that it is the expected one, and check the copy."""
         sequence = self._promise.sequence
-        is_full = frame.index < num_transferred_tokens(sequence) // self._memory.shape.block_size
+        is_full = frame.index < sequence.num_transferred_tokens // self._memory.shape.block_size
         if frame.block_hash != (sequence.block_hashes[frame.index] if is_full else b""):
             raise DigestMismatchError(f"block {frame.index} is not the block of these tokens")
         try:

@@ -51,6 +51,7 @@ class PrefillCalls:
             pulled = await pull_prefix(parts, request, sequence, phases)
             # After the sequence was added, the engine may append the first token at any moment.
             num_blocks = -(-sequence.num_tokens // parts.memory.shape.block_size)
+            num_bare = parts.memory.shape.first_seen_block(sequence.num_tokens)
             await add_sequence(parts, sequence)
             if not request.HasField("ticket"):
                 computed = await _computed(sequence, updates)
@@ -58,7 +59,8 @@ class PrefillCalls:
                 computed.pulled.CopyFrom(pulled)
                 yield computed
                 return
-            push = PrefillPush(sequence, parts.blocks, self._open_push(request, num_blocks, context))
+            opened = self._open_push(request, num_blocks, context)
+            push = PrefillPush(sequence, parts.blocks, opened, num_bare)
             pushing = asyncio.create_task(self._pushed(push, sequence, request.ticket.first_block))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:

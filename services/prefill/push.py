@@ -33,12 +33,19 @@ class PrefillPush:
 
     It runs in a separate task, since it may still wait for the decode worker's credit when the prompt is
     computed and the client has its first token.
+
+    Args:
+        sequence: the prompt.
+        reader: reads its blocks.
+        push: sends them.
+        num_bare: how many leading blocks the decode worker gets without the part of the layers with a window.
     """
 
-    def __init__(self, sequence: Sequence, reader: BlockReader, push: BlockPush) -> None:
+    def __init__(self, sequence: Sequence, reader: BlockReader, push: BlockPush, num_bare: int = 0) -> None:
         self._sequence = sequence
         self._reader = reader
         self._push = push
+        self._num_bare = num_bare
         self._progress = Updates()
         self._computed_at = 0.0
         self._waited_seconds = 0.0
@@ -78,4 +85,4 @@ class PrefillPush:
         block_id = self._sequence.block_table[index]
         if block_id == NO_BLOCK:
             raise ProtocolError(f"block {index} was requested but is free again: no token sees it")
-        return self._reader.frame(index, block_hash, block_id)
+        return self._reader.frame(index, block_hash, block_id, is_bare=index < self._num_bare)

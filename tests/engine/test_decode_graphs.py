@@ -108,7 +108,7 @@ class _NumbersStayThere(TorchFunctionMode):
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3", "gpt_neox", "opt"])
 def test_a_step_never_waits_for_its_numbers(architecture: str, tiny_model: Callable[..., Any]) -> None:
     model = load_model(str(tiny_model(architecture)), "float32", CPU)
-    runner = ModelRunner(replace(model, recipe=None), KvMemory(model.kv_shape(16), 16, CPU))
+    runner = ModelRunner(replace(model, recipe=None), KvMemory(model.kv_shape(16).flat, 16, CPU))
     step = decode_step([[1, 2], [3, 4]], [17, 32], [3, 1], block_size=16)
     expected = runner.forward(step)
     with _NumbersStayThere():

@@ -29,12 +29,11 @@ from quire.benchmarks.harness.engines import model_without_layers
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
-from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.memory import NO_FRAME, KvMemory
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.scheduling.sequence_group import SequenceGroup
-from quire.engine.scheduling.transfers import num_transferred_tokens
 from quire.engine.sequences.sequence import NO_BLOCK, ScheduledSequence, Sequence
 from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.kernels import ops
@@ -46,6 +45,8 @@ T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
 NUM_HOST_BLOCKS, NUM_DISK_BLOCKS = 10, 40
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
+MIXED_SHAPE = KvShape(2, 1, BLOCK_SIZE, 1, "float32", window=6, window_layers=(0,))
+"""A layer with a window, and one that sees all tokens."""
 CPU = torch.device("cpu")
 
 
@@ -55,14 +56,30 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
 
 def write_token(memory: KvMemory, block_id: int, position: int, token_id: int) -> None:
     """Write a token as its key, and a value that makes blocks matter more or less."""
-    keys, values = memory.blocks[block_id, 0, :, 0, :, 0]
-    keys[position % BLOCK_SIZE] = token_id
-    values[position % BLOCK_SIZE] = token_id * (position % 7 + 1) % 13
+    for frame in frames_of(memory, block_id):
+        keys, values = memory.blocks[frame, 0, :, 0, :, 0]
+        keys[position % BLOCK_SIZE] = token_id
+        values[position % BLOCK_SIZE] = token_id * (position % 7 + 1) % 13
 
 
-def read_tokens(memory: KvMemory, block_id: int) -> list[int]:
+def read_tokens(memory: KvMemory, block_id: int, part: int = 0) -> list[int]:
     """Return the tokens that a block holds as its keys."""
-    return [int(token) for token in memory.blocks[block_id, 0, 0, 0, :, 0]]
+    return [int(token) for token in memory.blocks[frames_of(memory, block_id)[part], 0, 0, 0, :, 0]]
+
+
+def frames_of(memory: KvMemory, block_id: int) -> list[int]:
+    if memory.frame_tables is None:
+        return [block_id]
+    return [int(frame) for frame in memory.frame_tables[block_id] if frame != NO_FRAME]
+
+
+def clear_unused(engine: Engine) -> None:
+    """Overwrite the frames that hold nothing; others may be read still."""
+    tables, pool = engine.memory.frame_tables, engine.pool
+    if tables is not None:
+        held = [b for b in range(len(tables)) if pool.ref_cnt(b) or pool.hash_of(b)]
+        used = {frame for block_id in held for frame in frames_of(engine.memory, block_id)}
+        engine.memory.blocks[[each for each in range(len(engine.memory.blocks)) if each not in used]] = -1
 
 
 class FakeRunner(ModelRunner):
@@ -77,8 +94,23 @@ class FakeRunner(ModelRunner):
     def prepare(self, scheduled: list[ScheduledSequence]) -> StepTensors:
         self._scheduled = scheduled
         step = super().prepare(scheduled)
-        self._check_tables(step.metadata.block_tables.tolist())
+        tables = step.metadata.block_tables
+        if self.memory.frame_tables is None:
+            self._check_tables(tables.tolist())
+        else:
+            self._check_frames(tables)
         return step
+
+    def _check_frames(self, tables: torch.Tensor) -> None:
+        """Raise AssertionError unless the tables name the frames that a window shows, and all others."""
+        frames = self.memory.frame_tables
+        assert frames is not None
+        for row, (sequence, _) in enumerate(self._scheduled):
+            first_seen = MIXED_SHAPE.first_seen_block(sequence.num_computed_tokens)
+            for index, block_id in enumerate(sequence.block_table):
+                assert tables[0, row, index] == frames[block_id, 0] != NO_FRAME, "an outdated table"
+                if index >= first_seen:
+                    assert tables[1, row, index] == frames[block_id, 1] != NO_FRAME, "an outdated table"
 
     def _check_tables(self, tables: list[list[int]]) -> None:
         """Raise AssertionError unless the array of tables, which steps patch, equals the sequences' own."""
@@ -114,6 +146,12 @@ class FakeRunner(ModelRunner):
         held = held[: len(tokens) - first_block * BLOCK_SIZE]
         seen = tokens[first_block * BLOCK_SIZE :]
         assert held == seen, "the blocks do not hold the sequence's tokens"
+        if self.memory.frame_tables is not None:
+            first_block = MIXED_SHAPE.first_seen_block(sequence.num_computed_tokens)
+            table = sequence.block_table[first_block:]
+            in_window = [token for block_id in table for token in read_tokens(self.memory, block_id, 1)]
+            seen = tokens[first_block * BLOCK_SIZE :]
+            assert in_window[: len(seen)] == seen, "the window does not hold the sequence's tokens"
         return self._logits_after(tokens[-window:] if window else held)
 
     def _kept(self, sequence: Sequence, length: int) -> list[int]:
@@ -161,10 +199,11 @@ def make_engine(
     tiers: Tiers | None = None,
     *,
     has_drafts: bool = False,
+    shape: KvShape = SHAPE,
 ) -> Engine:
     model = model_without_layers(128, window=window)
-    memory = KvMemory(SHAPE, num_blocks, CPU)
-    swap_memory = KvMemory(SHAPE, num_swap_blocks, CPU) if num_swap_blocks else None
+    memory = KvMemory(shape, num_blocks, CPU)
+    swap_memory = KvMemory(shape, num_swap_blocks, CPU, is_pool=False) if num_swap_blocks else None
     runner = FakeRunner(model, memory, swap_memory)
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=10, max_num_batched_tokens=16)
     parts = EngineParts(
@@ -246,12 +285,15 @@ class EngineMachine(RuleBasedStateMachine):
     requests: Bundle[str] = Bundle("requests")
     window: int | None = None
     num_blocks = NUM_BLOCKS
+    shape = SHAPE
     clients: tuple[str, ...] = ("",)
     patiences: tuple[float, ...] = (0.0,)
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, self.window, has_drafts=True)
+        self.engine = make_engine(
+            self.num_blocks, NUM_SWAP_BLOCKS, self.window, has_drafts=True, shape=self.shape
+        )
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.transfers: dict[str, Transfer] = {}
         self.aborted: set[str] = set()
@@ -313,7 +355,7 @@ class EngineMachine(RuleBasedStateMachine):
             sequence = transfer.sequence
             name, prompt, params = sequence.attempt_id, sequence.token_ids, sequence.params
             del self.transfers[name]
-            for position in range(transfer.first_block * BLOCK_SIZE, num_transferred_tokens(sequence)):
+            for position in range(transfer.first_block * BLOCK_SIZE, sequence.num_transferred_tokens):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
                 write_token(self.engine.memory, block_id, position, prompt[position])
@@ -393,6 +435,7 @@ class EngineMachine(RuleBasedStateMachine):
         with self.in_order():
             collect(self.engine, self.outputs)
         self.engine.check_conservation()
+        clear_unused(self.engine)
         if not self.engine.num_stepped and not self.engine.is_idle:
             assert self.is_awaited(), "requests wait, none runs, and no event to come can change that"
 
@@ -413,7 +456,7 @@ class EngineMachine(RuleBasedStateMachine):
         is_shared = len(self.clients) > 1
         if waiting and not is_shared and not any(not group.holds_blocks for group in queues.waiting):
             sequence = next(iter(queues.transfers)).prompt
-            num_missing = -(-sequence.num_tokens // BLOCK_SIZE) - len(sequence.block_table)
+            num_missing = self.engine.tables.num_missing(sequence)
             num_kept = 1 if queues.running else 0
             assert num_missing > self.engine.pool.num_allocatable - num_kept
 
@@ -475,8 +518,18 @@ class WindowedEngineMachine(EngineMachine):
         return prompt * 5, replace(params, kv_budget_tokens=None)
 
 
-def open_small_disk(folder: Path, executor: Executor | None = None) -> DiskCache:
-    return open_disk(folder, executor, block_bytes=SHAPE.block_bytes, num_blocks=NUM_DISK_BLOCKS)
+class MixedEngineMachine(EngineMachine):
+    """The same of a model of which one layer forgets, and another does not."""
+
+    num_blocks = 32
+    shape = MIXED_SHAPE
+
+    def adapt(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        return prompt * 3, replace(params, kv_budget_tokens=None)
+
+
+def open_small_disk(folder: Path, executor: Executor | None = None, shape: KvShape = SHAPE) -> DiskCache:
+    return open_disk(folder, executor, block_bytes=shape.block_bytes, num_blocks=NUM_DISK_BLOCKS)
 
 
 class TieredEngineMachine(EngineMachine):
@@ -489,11 +542,13 @@ class TieredEngineMachine(EngineMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.later = ManualExecutor()
-        self.disk = open_small_disk(Path(self.folder.name), self.later)
-        self.host = HostCache(KvMemory(SHAPE, NUM_HOST_BLOCKS, CPU))
+        self.disk = open_small_disk(Path(self.folder.name), self.later, self.shape)
+        self.host = HostCache(KvMemory(self.shape, NUM_HOST_BLOCKS, CPU, is_pool=False))
         self.pinned: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
-        self.engine = make_engine(self.num_blocks, NUM_SWAP_BLOCKS, self.window, tiers, has_drafts=True)
+        self.engine = make_engine(
+            self.num_blocks, NUM_SWAP_BLOCKS, self.window, tiers, has_drafts=True, shape=self.shape
+        )
         self.num_advanced = 0
 
     @rule(prompt=prompts)
@@ -510,8 +565,11 @@ class TieredEngineMachine(EngineMachine):
     def unpin(self) -> None:
         """Compare what is pinned with its tokens still, and let it go."""
         block_ids, prompt = self.pinned
-        held = [token for each in block_ids for token in read_tokens(self.engine.memory, each)]
-        assert held == prompt[: len(held)]
+        for part in range(self.shape.num_frames):
+            first = self.shape.num_bare(len(block_ids)) if part else 0
+            table = block_ids[first:]
+            held = [token for each in table for token in read_tokens(self.engine.memory, each, part)]
+            assert held == prompt[first * BLOCK_SIZE :][: len(held)]
         self.pinned = [], []
         self.command(lambda e: e.pins.unpin("pin"))
 
@@ -544,6 +602,10 @@ class TieredWindowedEngineMachine(TieredEngineMachine, WindowedEngineMachine):
     """Tiers below a pool from which sequences give their first blocks back before their end."""
 
 
+class TieredMixedEngineMachine(TieredEngineMachine, MixedEngineMachine):
+    """Tiers below a pool of blocks with two parts."""
+
+
 class SharedEngineMachine(EngineMachine):
     """The same with clients that share the pool, by weight, and requests that are more or less urgent."""
 
@@ -566,6 +628,10 @@ TestSharedWindowedEngine = pytest.mark.slow(SharedWindowedEngineMachine.TestCase
 TestSharedWindowedEngine.settings = MACHINE_SETTINGS
 TestWindowedEngine = pytest.mark.slow(WindowedEngineMachine.TestCase)
 TestWindowedEngine.settings = MACHINE_SETTINGS
+TestMixedEngine = MixedEngineMachine.TestCase
+TestMixedEngine.settings = MACHINE_SETTINGS
+TestTieredMixedEngine = pytest.mark.slow(TieredMixedEngineMachine.TestCase)
+TestTieredMixedEngine.settings = MACHINE_SETTINGS
 TestTieredEngine = pytest.mark.slow(TieredEngineMachine.TestCase)
 TestTieredEngine.settings = MACHINE_SETTINGS
 TestTieredWindowedEngine = pytest.mark.slow(TieredWindowedEngineMachine.TestCase)

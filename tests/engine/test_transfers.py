@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.engine import Engine
-from quire.engine.scheduling.transfers import num_transferred_tokens
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.sampling.params import SamplingParams
 from tests.testing.constant_engine import make_constant_engine
@@ -64,7 +63,7 @@ def test_blocks_are_allocated_only_when_they_are_reserved(engine: Engine) -> Non
 
 def test_with_several_samples_this_worker_computes_the_last_prompt_token(engine: Engine) -> None:
     sequence = Sequence("r", [2] * 8, 8, SamplingParams(n=2, max_tokens=2, ignore_eos=True), b"")
-    assert num_transferred_tokens(sequence) == 7
+    assert sequence.num_transferred_tokens == 7
     engine.transfers.accept(sequence)
     assert reserve(engine, "r") == [True]
     assert engine.transfers.admit("r", None).num_computed_tokens == 7

@@ -48,7 +48,7 @@ class Pool:
         self.pins.pop(lease_id, None)
         self.is_unpinned.set()
 
-    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
         return Frame(index, block_hash, bytes(LAYOUT.block_bytes))
 
 

@@ -45,7 +45,7 @@ class Pool:
     def unpin(self, lease_id: str) -> None:
         pass
 
-    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
         self.on_read()
         return Frame(index, block_hash, bytes([block_id]) * LAYOUT.block_bytes)
 

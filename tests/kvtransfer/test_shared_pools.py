@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.kv_cache.shared_memory import allocate_shared
-from quire.kvtransfer.errors import NotSharedError, SenderGoneError
+from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
 from quire.kvtransfer.transports import pool_socket, shared
 from quire.kvtransfer.transports.messages import MESSAGES
 from quire.kvtransfer.transports.pool_socket import (
@@ -433,3 +433,31 @@ async def test_a_path_that_is_too_long_shares_nothing(directory: Path) -> None:
 
 async def test_without_an_offer_blocks_are_sent_in_messages(borrower: SharedPools) -> None:
     assert await borrower.choose(pb.SharedPool()) is MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("frame_ids", "sizes"),
+    [
+        ([0, 4], (12, 4, 4)),  # beyond the pool
+        ([0, 1], (12, 4, 4)),  # neither a block nor a bare one
+        ([0, 1, 2], (12,)),  # blocks are one piece
+    ],
+)
+def test_frames_that_are_no_block_are_refused(frame_ids: list[int], sizes: tuple[int, ...]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, mmap.mmap(-1, 16) as mapping:
+        pool = PeerPool(mapping, ours)
+        with pytest.raises(ProtocolError, match="block 7 is not in the sender's pool"):
+            list(pool.frames([pb.BlockFrame(index=7, frame_ids=frame_ids)], *sizes))
+        pool.close()
+
+
+def test_the_frames_of_a_block_are_joined() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, mmap.mmap(-1, 16) as mapping:
+        mapping[:] = b"aaaabbbbccccdddd"
+        pool = PeerPool(mapping, ours)
+        messages = [pb.BlockFrame(frame_ids=[3, 0, 1], digest=5), pb.BlockFrame(frame_ids=[2])]
+        whole, bare = pool.frames(messages, 12, 4, 4)
+        assert (whole.payload, whole.digest, bare.payload) == (b"ddddaaaabbbb", 5, b"cccc")
+        pool.close()

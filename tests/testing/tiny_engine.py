@@ -57,7 +57,7 @@ def make_engine(
     """
     shape, device = model.kv_shape(BLOCK_SIZE), model.module.device
     memory = KvMemory(shape, num_blocks, device)
-    swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
+    swap_memory = KvMemory(shape, num_swap_blocks, CPU, is_pool=False) if num_swap_blocks else None
     parts = EngineParts(
         swap_memory=swap_memory,
         speculator=speculator,

@@ -72,7 +72,7 @@ class Pool:
     def prompt(self, start: int, end: int) -> Iterable[Frame]:
         return (self.frame(index, hash_of(index), self.place(index)) for index in range(start, end))
 
-    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
         self.before_frame(index)
         return Frame(index, block_hash, self.rows[block_id].data, self.digests[index], block_id)
 

@@ -39,6 +39,6 @@ class PoolSource:
         with suppress(EngineStoppedError):
             self._engine.post(lambda e: e.pins.unpin(lease_id))
 
-    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
-        """Return the frame of a pinned block."""
-        return self._reader.frame(index, block_hash, block_id)
+    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
+        """Return the frame of a pinned block, or of its lasting part."""
+        return self._reader.frame(index, block_hash, block_id, is_bare=is_bare)

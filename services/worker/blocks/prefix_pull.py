@@ -78,11 +78,10 @@ class PrefixPuller:
         finally:
             pulled.close()
         seconds = perf_counter() - start
-        num_bytes = pulled.num_written * self.layout.block_bytes
-        self.metrics.record_pull(pulled.num_written, num_bytes, seconds, pulled.transport)
+        self.metrics.record_pull(pulled.num_written, pulled.num_bytes, seconds, pulled.transport)
         return worker_pb2.PullSummary(
             num_blocks=pulled.num_written,
-            num_bytes=num_bytes,
+            num_bytes=pulled.num_bytes,
             seconds=seconds,
             failure=failure,
             num_held_blocks=pulled.num_held,
@@ -129,7 +128,7 @@ class _PulledBlocks:
         self._block_ids: list[int] = []
         self._writing = threading.Lock()
         self._is_closed = False
-        self.num_written = 0
+        self.num_written = self.num_bytes = 0
         self.transport = Transport.MESSAGES
 
     async def open(self) -> Items[bytes]:
@@ -153,6 +152,7 @@ class _PulledBlocks:
                 except ValueError as error:
                     raise BadBlockError(f"block {frame.index}: {error}") from error
                 self.num_written += 1
+                self.num_bytes += len(frame.payload)
 
     def close(self) -> None:
         """Add the written blocks to the prefix cache, and release all blocks."""

@@ -27,6 +27,11 @@ def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Trans
     """
     if config.transport == Transport.MESSAGES:
         return MESSAGES_ONLY
+    if memory.frame_tables is not None and config.transport != "auto":
+        raise SettingError(
+            f"--transport {config.transport} is not possible: a block of a model that mixes layers with and "
+            "without windows is no single run of bytes; leave it at auto"
+        )
     if config.transport == "auto":
         return _share(config, epoch, memory)
     pool = OwnPool(

@@ -151,7 +151,7 @@ def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
             f"one KV block takes {memory.shape.block_bytes} bytes; --host-cache must have room for two"
         )
     host = torch.device("cpu")
-    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda))
+    return HostCache(KvMemory(memory.shape, num_blocks, host, is_pinned=memory.blocks.is_cuda, is_pool=False))
 
 
 def _warm_up(engine: Engine) -> None:

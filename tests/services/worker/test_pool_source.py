@@ -62,7 +62,7 @@ class Thread:
 class Reader:
     """Blocks of their own number."""
 
-    def frame(self, index: int, block_hash: bytes, block_id: int) -> Frame:
+    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
         return Frame(index, block_hash, bytes([block_id]) * LAYOUT.block_bytes)
 
 

@@ -19,6 +19,7 @@ from quire.services.worker.blocks import transports
 from quire.services.worker.blocks.transports import open_transports
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.lifecycle import models
+from quire.settings.setting import SettingError
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")
 CPU = torch.device("cpu")
@@ -94,6 +95,12 @@ async def test_a_pool_that_cannot_be_offered_is_read_in_messages(
     assert not open_transports(config("auto", directory), "epoch", memory).offer.boot_id
     [line] = log.info.call_args_list
     assert (line.args, line.kwargs["transport"]) == (("kv_transport",), "messages")
+
+
+def test_a_plug_in_is_refused_if_blocks_are_several_frames() -> None:
+    shape = KvShape(2, 1, 4, 8, "float16", window=6, window_layers=(0,))
+    with pytest.raises(SettingError, match="--transport nixl is not possible: a block of a model that mixes"):
+        open_transports(config("nixl"), "epoch", KvMemory(shape, 4, CPU))
 
 
 def test_an_unknown_transport_is_refused_and_the_known_ones_are_named() -> None:

@@ -1,0 +1,78 @@
+"""Models that mix layers with windows and layers that see all tokens, over several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.protos import worker_pb2
+from quire.services.worker.config import DiskFolder
+from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
+from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
+
+WINDOW, LENGTH = 24, 400
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
+NUM_BLOCKS, NUM_FULL = LENGTH // 16, (LENGTH - 1) // 16
+LAYER_BYTES = 2 * 2 * 16 * 32 * 4
+NUM_LAYERS = {"gemma2": 3, "gemma3": 7, "gpt_oss": 3}
+"""One of these layers sees all tokens."""
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gpt_oss"])
+async def test_prompts_are_pushed_pulled_and_cached(
+    architecture: str, start_stack: StartStack, expected: Any
+) -> None:
+    settings = {"num_prefill": 2, "num_decode": 2, "max_num_batched_tokens": 64}
+    with start_stack(architecture, **settings) as stack:
+        async with connect(stack) as (client, workers):
+            for length in (1, 16, 40, 96, 300):
+                prompt = make_prompt(length)
+                for _ in range(2):
+                    answer = await client.generate(prompt, **GREEDY)
+                    assert list(answer.token_ids) == expected(architecture, prompt), f"{length} tokens"
+                assert answer.usage.cached_prompt_tokens >= (length - 1) // 16 * 16
+            # What no window shows is not sent.
+            prompt = make_prompt(LENGTH, seed=1)
+            answer = await client.generate(prompt, **GREEDY)
+            assert list(answer.token_ids) == expected(architecture, prompt)
+            assert answer.usage.blocks_shipped == NUM_BLOCKS
+            num_bare = (LENGTH + 1 - WINDOW) // 16
+            num_layers = num_bare + (NUM_BLOCKS - num_bare) * NUM_LAYERS[architecture]
+            assert answer.usage.bytes_shipped == num_layers * LAYER_BYTES
+            # Pulls, to a prefill worker and to a decode worker.
+            prompt = make_prompt(LENGTH, seed=2)
+            await prefill(workers["prefill-0"], make_sequence(prompt))
+            source = await pull_source(workers["prefill-0"], NUM_FULL + 1)
+            response = await prefill(workers["prefill-1"], make_sequence(prompt), pull_from=source)
+            assert response.tokens[0].token_id == expected(architecture, prompt)[0]
+            assert (response.pulled.num_blocks, response.pulled.failure) == (NUM_FULL, "")
+            assert response.num_cached_tokens == NUM_FULL * 16
+            request = worker_pb2.DecodeRequest(sequence=make_sequence(prompt), pull_from=source)
+            async with decoding(workers["decode-0"], request) as decode:
+                assert await decode.token_ids() == expected(architecture, prompt)
+            assert decode.accepted.accepted.pulled.num_blocks == NUM_FULL
+            await wait_until_idle(workers)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gpt_oss"])
+async def test_prompts_longer_than_the_pools(
+    architecture: str, start_stack: StartStack, expected: Any, tmp_path: Path
+) -> None:
+    """The pools have whole blocks for 352 or 224 tokens; prompt and answer have 464, and there are tiers."""
+    settings = {
+        "num_blocks": 14 if architecture == "gemma3" else 22,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "host_cache_bytes": 40 * 7 * LAYER_BYTES,
+        "disk_cache": DiskFolder(str(tmp_path), 400 * 7 * LAYER_BYTES),
+    }
+    prompts = [make_prompt(length, seed=60 + length) for length in (LENGTH, 60, 90, 70, 300)]
+    with start_stack(architecture, **settings) as stack:
+        async with connect(stack) as (client, workers):
+            for prompt in [*prompts, *prompts, *prompts[1:4]]:
+                answer = await client.generate(prompt, **GREEDY)
+                assert list(answer.token_ids) == expected(architecture, prompt)
+                await wait_until_idle(workers)
+            assert metric(stack, "prefill-0", "quire_cache_tier_hits_total", tier="host") > 0

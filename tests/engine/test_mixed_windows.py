@@ -1,0 +1,216 @@
+"""Models of which some layers forget: only the parts of blocks that no window shows are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.engine.errors import RequestTooLongError
+from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.kv_cache.window_pool import WindowPool
+from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
+from quire.engine.weights.loader import LoadedModel
+from quire.kvindex.block_hash import block_hash
+from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
+from tests.testing.tiny_engine import make_request as make_any_request
+
+WINDOW, NUM_NEW = 24, 300
+MIXED = ["gemma2", "gemma3", "gpt_oss"]
+make_small_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=32)
+Expected = Callable[[str, list[int], int], list[int]]
+Load = Callable[[str], LoadedModel]
+
+
+def make_request(name: str, length: int, prompt_seed: int = 0, **params: Any) -> Sequence:
+    values = {"temperature": 0.0, "max_tokens": NUM_NEW, **params}
+    return make_any_request(name, make_prompt(length, prompt_seed), **values)
+
+
+def finish(engine: Engine) -> int:
+    """Step to the end; return the most blocks that were used at once. Frames that hold nothing become NaN."""
+    most = 0
+    while not engine.is_idle:
+        engine.step()
+        engine.check_conservation()
+        most = max(most, engine.pool.counts.used)
+        engine.memory.blocks[free_frames(engine)] = float("nan")
+    assert engine.pool.counts.used == 0
+    return most
+
+
+def free_frames(engine: Engine) -> list[int]:
+    tables, pool = engine.memory.frame_tables, engine.pool
+    assert tables is not None
+    held = [b for b in range(len(tables)) if pool.ref_cnt(b) or pool.hash_of(b)]
+    used = {frame for block_id in held for frame in tables[block_id].tolist()}
+    return [frame for frame in range(len(engine.memory.blocks)) if frame not in used]
+
+
+def frames_for(model: LoadedModel, num_tokens: int, num_in_step: int = 0) -> float:
+    """Return how many whole blocks a sequence needs at most: its window, a step, and what all tokens see."""
+    shape = model.kv_shape(BLOCK_SIZE)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    num_seen = -(-(WINDOW - 1) // BLOCK_SIZE) + 2 + num_in_step // BLOCK_SIZE
+    num_window_frames = shape.num_frames - shape.lasting_frames
+    return (num_blocks * shape.lasting_frames + num_seen * num_window_frames) / shape.num_frames
+
+
+@pytest.mark.parametrize("architecture", MIXED)
+def test_a_decode_holds_its_window_and_what_full_layers_see(load: Load, architecture: str) -> None:
+    model = load(architecture)
+    engine = make_small_engine(model, num_blocks=64)
+    request = make_request("r", 100)
+    engine.add_request(request)
+    while request.num_output_tokens < 280:
+        engine.step()
+    assert len(request.block_table) == 24
+    assert engine.pool.counts.used <= frames_for(model, 380) + 1
+    assert engine.pool.counts.used < 24 * (0.75 if architecture != "gemma3" else 0.4)
+    engine.abort("r")
+    engine.check_conservation()
+    assert engine.pool.counts.used == 0
+
+
+@pytest.mark.parametrize("architecture", MIXED)
+@pytest.mark.parametrize("length", [1, 40, 150])
+def test_a_sequence_may_be_longer_than_the_pool(
+    load: Load, expected: Expected, architecture: str, length: int
+) -> None:
+    """The pool has whole blocks for 320 or 192 tokens; the sequence has up to 450."""
+    engine = make_small_engine(load(architecture), num_blocks=12 if architecture == "gemma3" else 20)
+    request = make_request("r", length)
+    engine.add_request(request)
+    finish(engine)
+    assert output(request) == expected(architecture, request.token_ids[:length], NUM_NEW)
+
+
+@pytest.mark.parametrize("architecture", MIXED)
+def test_cold_warm_and_stripped_prompts_give_the_same(
+    load: Load, expected: Expected, architecture: str
+) -> None:
+    engine = make_small_engine(load(architecture), num_blocks=40)
+    wanted = expected(architecture, make_prompt(150), 40)
+    cached = []
+    for number in range(5):
+        request = make_request(str(number), 150, max_tokens=40)
+        engine.add_request(request)
+        finish(engine)
+        assert output(request) == wanted
+        cached.append(request.num_cached_tokens)
+        if number == 1:  # take the window parts of all blocks that can spare them
+            pool = engine.pool
+            assert isinstance(pool, WindowPool)
+            num_free = pool.counts.free
+            pool.free(pool.allocate(num_free + 1))
+        if number == 2:  # other prompts take everything
+            for other in range(3):
+                engine.add_request(make_request(f"other{other}", 300, 1 + other, max_tokens=20))
+                finish(engine)
+    assert cached[0] == 0
+    assert cached[1] >= 144
+    assert cached[4] >= 144
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", MIXED)
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_preempted_sequences_are_restored(
+    load: Load, expected: Expected, architecture: str, is_swapped: bool
+) -> None:
+    num_blocks = 18 if architecture == "gemma3" else 36
+    engine = make_small_engine(
+        load(architecture), num_blocks=num_blocks, num_swap_blocks=80, prefers_swap=is_swapped
+    )
+    requests = [make_request(str(index), 50 + 20 * index, index, n=2) for index in range(4)]
+    for request in requests:
+        engine.add_request(request)
+    finish(engine)
+    assert engine.preemption.counts[not is_swapped] > 0
+    for request in requests:
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        assert output(request) == expected(architecture, prompt, NUM_NEW)
+
+
+@pytest.mark.parametrize("architecture", MIXED)
+def test_a_transfer_brings_bare_blocks_behind_the_window(
+    load: Load, expected: Expected, architecture: str
+) -> None:
+    model = load(architecture)
+    prefill, decode = make_small_engine(model, num_blocks=64), make_small_engine(model, num_blocks=24)
+    there, here = make_request("r", 150), make_request("r", 150)
+    there.stops_after_prefill = True
+    assert decode.transfers.accept(here) == 0
+    prefill.add_request(there)
+    while not there.status.is_finished:
+        prefill.step()
+    reserved: list[bool] = []
+    decode.transfers.reserve("r", reserved.append)
+    decode.transfers.grant_blocks()
+    assert reserved
+    num_bare = (150 + 1 - WINDOW) // BLOCK_SIZE
+    for index in range(10):
+        is_bare = index < num_bare
+        assert decode.memory.is_bare(here.block_table[index]) == is_bare
+        payload = prefill.memory.payload_or_copy(there.block_table[index], is_bare=is_bare)
+        assert len(payload) in decode.memory.shape.payload_sizes[:2]
+        decode.memory.write(here.block_table[index], payload)
+    with pytest.raises(ValueError, match="a block has"):
+        decode.memory.write(here.block_table[0], prefill.memory.payload(there.block_table[9]))
+    decode.transfers.admit("r", there.token_ids[-1])
+    prefill.abort("r")
+    prefill.check_conservation()
+    finish(decode)
+    assert output(here) == expected(architecture, here.token_ids[:150], NUM_NEW)
+    # The next turn of the chat finds what was pushed, and what was computed here.
+    again = make_any_request("again", here.token_ids[:420], temperature=0.0, max_tokens=30)
+    decode.add_request(again)
+    finish(decode)
+    assert again.num_cached_tokens >= 416
+    assert output(again) == here.token_ids[420:450]
+
+
+@pytest.mark.parametrize("architecture", MIXED)
+def test_8_bit_blocks_in_frames_give_the_bits_of_flat_ones(load: Load, architecture: str) -> None:
+    model = load(architecture)
+    found = []
+    for is_flat in (False, True):
+        shape = model.kv_shape(BLOCK_SIZE, "int8")
+        memory = KvMemory(shape.flat if is_flat else shape, 64, torch.device("cpu"))
+        engine = Engine(model, memory, SchedulerConfig(BLOCK_SIZE, 8, 32), block_hash)
+        request = make_request("r", 90, max_tokens=60)
+        engine.add_request(request)
+        while not engine.is_idle:
+            engine.step()
+        found.append(output(request))
+    assert found[0] == found[1]
+
+
+def test_too_long_requests_are_refused(load: Load) -> None:
+    engine = make_small_engine(load("gemma2"), num_blocks=8)
+    with pytest.raises(RequestTooLongError, match="this worker has 8"):
+        engine.add_request(make_request("r", 100))
+
+
+def test_a_hit_rate_falls_smoothly(load: Load) -> None:
+    """Eight chats take turns: the fewer blocks there are, the less is found, and never suddenly nothing."""
+    hits = []
+    for num_blocks in (64, 32, 24):
+        engine = make_small_engine(load("gemma2"), num_blocks=num_blocks)
+        chats = [make_prompt(40, seed) for seed in range(4)]
+        num_found = 0
+        for turn in range(3):
+            for number, chat in enumerate(chats):
+                request = make_any_request(f"{turn}-{number}", chat, temperature=0.0, max_tokens=20)
+                engine.add_request(request)
+                finish(engine)
+                num_found += request.num_cached_tokens
+                chats[number] = [*request.token_ids, *make_prompt(10, turn)]
+        hits.append(num_found)
+    assert hits[0] > hits[2] > 0
+    assert hits[0] >= hits[1] >= hits[2]
