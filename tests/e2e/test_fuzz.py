@@ -175,6 +175,8 @@ def valid_requests(method: MethodDescriptor, info: worker_pb2.GetWorkerInfoRespo
             return [inference_pb2.GenerateBatchRequest(generations=[generation] * 3)]
         case "Embed":
             return [inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="one")])]
+        case "EndSession":
+            return [inference_pb2.EndSessionRequest(session="fuzz")]
         case "Prefill":
             return [worker_pb2.PrefillRequest(sequence=sequence)]
         case "Decode":

@@ -43,7 +43,7 @@ class EmbeddingChoice(WorkerChoice):
         return placement._replace(decode=chosen, decode_reason=reason, prefill_reason=None)
 
     def _serving(self, role: str, group: AnswerGroup) -> list[Worker]:
-        by_role = [super()._serving(each, group) for each in ("prefill", "decode")]
+        by_role = super()._serving("prefill", group), super()._serving("decode", group)
         # Vectors of different weights cannot be compared, so only one revision at a time computes them.
         revisions = receiving(*([worker.revision for worker in workers] for workers in by_role))[:1]
         chosen = [[worker for worker in workers if worker.revision in revisions] for workers in by_role]
