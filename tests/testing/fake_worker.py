@@ -359,9 +359,7 @@ class Cluster:
             }
         )
         self.running = await self.stack.enter_async_context(router(config))
-        while len(self.running.workers.live("decode") + self.running.workers.live("prefill")) < len(
-            addresses
-        ):
+        while len(self.running.workers.all()) < len(addresses):
             await self.running.workers.refresh()
         channel = await self.stack.enter_async_context(grpc.aio.insecure_channel(self.running.address))
         return pb_grpc.GenerationServiceStub(channel)

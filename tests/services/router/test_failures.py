@@ -140,6 +140,9 @@ class Draining:
     def __init__(self, number: int) -> None:
         self._number = number
 
+    def serving(self, role: str) -> list[Worker]:
+        return []
+
     def draining(self, role: str) -> list[Worker]:
         assert role == "decode"
         return [WORKER] * self._number

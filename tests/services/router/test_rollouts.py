@@ -11,7 +11,7 @@ import pytest
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from tests.testing.fake_worker import generation, ids_of, stream
-from tests.testing.until import until
+from tests.testing.until import LIMIT_SECONDS, until
 
 NEW = {"cache_descriptor": b'{"arithmetic":"a","model_digest":"new"}'}
 NEXT = {"cache_descriptor": b'{"arithmetic":"b","model_digest":"new"}'}
@@ -29,7 +29,6 @@ async def test_half_a_revision_gets_nothing_and_a_whole_one_its_share(cluster: A
     other = await cluster.add("other", "decode" if role == "prefill" else "prefill", is_draining=True, **NEW)
     stub = await cluster.start()
     workers = cluster.running.workers
-    await until(lambda: len(workers.all()) == 4)
     await asyncio.gather(*(stream(stub) for _ in range(8)))
     embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text="hello")])
     await stub.Embed(embed)
@@ -37,8 +36,12 @@ async def test_half_a_revision_gets_nothing_and_a_whole_one_its_share(cluster: A
     await other.serve_again()
     await until(lambda: len(workers.receiving()) == 2)
     await asyncio.gather(*(stream(stub) for _ in range(8)))
-    await stub.Embed(embed)
-    assert num_calls(cluster, "half") == num_calls(cluster, "other") > 0, "no request mixes two revisions"
+    num_answers = num_calls(cluster, "half")
+    assert num_answers == num_calls(cluster, "other") > 0, "no request mixes two revisions"
+    for _ in range(4):
+        await stub.Embed(embed)
+    num_embeddings = num_calls(cluster, "half", "other") - 2 * num_answers
+    assert num_embeddings in (0, 4), "one revision computes all embeddings"
     for name in ("old-p", "old-d"):
         await cluster[name].server.stop()
     await until(lambda: len(workers.all()) == 2)
@@ -51,20 +54,22 @@ async def test_an_answer_that_has_begun_goes_on_with_its_weights_or_fails(
     cluster: Any, follows: dict[str, bytes]
 ) -> None:
     first = await cluster.add("first", "decode", pause_before_token=3, **NEW)
-    second = await cluster.add("second", "decode", **follows)
+    second = await cluster.add("second", "decode", is_draining=True, **follows)
     stub = await cluster.start(worker_wait_seconds=0.2)
-    await until(lambda: len(cluster.running.workers.all()) == 2)
-    call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation()))
-    messages = [await call.read()]
-    await first.paused.wait()
+    await asyncio.wait_for(cluster.running.has_served.wait(), LIMIT_SECONDS)
+    responses = aiter(stub.GenerateStream(pb.GenerateStreamRequest(generation=generation())))
+    messages = [await anext(responses)]
+    await asyncio.wait_for(first.paused.wait(), LIMIT_SECONDS)
+    await second.serve_again()
+    await until(lambda: len(cluster.running.workers.serving("decode")) == 2)
     await first.server.stop()
     if follows:
-        messages += [each async for each in call]
+        messages += [each async for each in responses]
         assert ids_of(messages) == cluster.script.answer
         assert len(second.calls) == 1
         return
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        async for _ in call:
+        async for _ in responses:
             pass
     error = from_rpc_error(failed.value)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")

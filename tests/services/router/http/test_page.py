@@ -90,6 +90,8 @@ async def test_the_view_shows_workers_blocks_and_pushes(pair: Any, start: Any) -
     assert (view["requests"], view["pushes"]) == (0, [])
     shown = {each.pop("label"): each for each in view["workers"]}
     assert shown.keys() == {"P1", "P2", "D1", "D2", "D3"}
+    (revision,) = {each.pop("revision") for each in shown.values()}
+    assert revision
     (loaded,) = (each for each in shown.values() if "blocks" in each)
     assert loaded == {
         "role": "decode",
