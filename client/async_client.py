@@ -120,6 +120,21 @@ class AsyncClient:
         request = pb.GetModelInfoRequest()
         return conversion.to_model_info(await self._call(lambda stub: stub.GetModelInfo, request, timeout))
 
+    async def end_session(self, session: str, *, timeout: float | None = None) -> int:
+        """Drop the cached blocks that only the next turn of a session could use; return how many those were.
+
+        All routers are called, since only those that served its turns remember it. If a call fails, the
+        others count nonetheless.
+        """
+        request, deadline = pb.EndSessionRequest(session=session), self._deadline(timeout)
+        calls = [
+            router.stub.EndSession(request, timeout=deadline, metadata=self._metadata)
+            for router in self._routers.all
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+        with typed_errors():
+            return sum([(await call).num_blocks for call in calls])
+
     async def close(self) -> None:
         """Close the channels; calls that still run are cancelled."""
         for channel in self._channels:

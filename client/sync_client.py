@@ -119,6 +119,22 @@ class Client:
         request = pb.GetModelInfoRequest()
         return conversion.to_model_info(self._call(lambda stub: stub.GetModelInfo, request, timeout))
 
+    def end_session(self, session: str, *, timeout: float | None = None) -> int:
+        """Drop the cached blocks that only the next turn of a session could use; return how many those were.
+
+        All routers are called, since only those that served its turns remember it. If a call fails, the
+        others count nonetheless.
+        """
+        request, deadline = pb.EndSessionRequest(session=session), self._deadline(timeout)
+        calls = [
+            router.stub.EndSession.future(request, timeout=deadline, metadata=self._metadata)
+            for router in self._routers.all
+        ]
+        for call in calls:
+            call.exception()  # waits for the call's end
+        with typed_errors():
+            return sum(call.result().num_blocks for call in calls)
+
     def close(self) -> None:
         """Close the channels; calls that still run are cancelled."""
         for channel in self._channels:

@@ -143,6 +143,8 @@ class GenerationOptions(TypedDict, total=False):
     """Name of the request in the server's logs."""
     cache_salt: str | None
     """Requests with different salts share no KV blocks; by default all requests of a tenant may."""
+    session: str | None
+    """Name of the conversation that the request is a turn of; see ``end_session``."""
     priority: int | None
     """From -100 to 100, lower is sooner; with API keys, below 0 only as far as the key allows."""
 

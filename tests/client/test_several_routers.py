@@ -36,6 +36,7 @@ class SeededRouter(GenerationServiceServicer):
         """Number of messages after which each of the next streams breaks; the later ones are whole."""
         self.errors: list[ServiceError] = []
         self.requests: list[pb.Generation] = []
+        self.ended: list[str] = []
         self.address = ""
 
     def GenerateStream(
@@ -72,6 +73,13 @@ class SeededRouter(GenerationServiceServicer):
             yield pb.GenerateBatchResponse(index=index, response=self.Generate(generation, context))
         if left == 0:
             context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    def EndSession(self, request: pb.EndSessionRequest, context: Any) -> pb.EndSessionResponse:
+        if self.errors:
+            context.abort_with_status(rpc_status.to_status(to_status(self.errors.pop(0))))
+        self.ended.append(request.session)
+        num_turns = sum(each.session == request.session for each in self.requests)
+        return pb.EndSessionResponse(num_blocks=num_turns)
 
     def _messages(self, generation: pb.Generation) -> Iterator[pb.GenerateStreamResponse]:
         """Yield the messages of the answers in turn, without what was received."""
@@ -152,6 +160,33 @@ def answers(deltas: list[Delta]) -> dict[int, tuple[str, list[int], list[Any]]]:
         reasons = [*reasons, delta.finish_reason] if delta.finish_reason else reasons
         result[delta.index] = (text + delta.text, [*tokens, *delta.token_ids], reasons)
     return result
+
+
+def end_session(addresses: Any, is_async: bool, session: str) -> int:
+    if not is_async:
+        with Client(addresses, timeout=10) as client:
+            return client.end_session(session)
+
+    async def end() -> int:
+        async with AsyncClient(addresses, timeout=10) as client:
+            return await client.end_session(session)
+
+    return asyncio.run(end())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_end_of_a_session_reaches_all_routers(pair: list[SeededRouter], is_async: bool) -> None:
+    addresses = [router.address for router in pair]
+    for each in (addresses[0], addresses[0], addresses[1]):
+        streamed(each, is_async, session="s")
+    streamed(addresses, is_async, session="t")
+    assert end_session(addresses, is_async, "s") == 3
+    assert end_session(addresses[1], is_async, "s") == 1
+    assert [router.ended for router in pair] == [["s"], ["s", "s"]]
+    pair[0].errors.append(ResourceExhausted("busy", reason="BUSY"))
+    with pytest.raises(Overloaded):
+        end_session(addresses, is_async, "t")
+    assert pair[1].ended[-1] == "t"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
