@@ -7,7 +7,7 @@ from collections.abc import Callable
 from inspect import isawaitable
 from typing import Any
 
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 180.0
 
 
 async def until(condition: Callable[[], Any]) -> Any:
