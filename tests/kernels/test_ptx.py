@@ -5,7 +5,6 @@ Run with ``-s`` to see what was executed.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,6 +34,8 @@ from tests.kernels.ptx.memory import SharedMemory
 from tests.kernels.ptx.program import Fault, parse
 from tests.kernels.triton_kernels import FEATURES, TOLERANCE, Case, Layout, Lengths
 
+pytestmark = pytest.mark.usefixtures("no_garbage_collection", "poisoned_memory")
+
 TYPES_IN_TRITON = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -43,21 +44,6 @@ TYPES_IN_TRITON = {
 }
 QUERIES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 FORMATS = pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_collection() -> Iterator[None]:
-    """Triton parses sources, and a collection meanwhile can trip the parser of CPython 3.11."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def _poison_of_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,8 @@ from tests.kernels.compiled_kernels import (
     describe,
     strides,
 )
+
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 FEATURED = Variant(all_features=True)
 COMBINE_TYPES = {
@@ -66,14 +67,6 @@ COPY_TYPES = {
     "num_pairs": "i32",
 }
 COPY_SIZES = {"PAIRS": 1024}
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_collection() -> Iterator[None]:
-    """Triton parses sources, and a collection meanwhile can trip the parser of CPython 3.11."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 ARCHES = pytest.mark.parametrize("arch", SHARED_BYTES)

@@ -25,6 +25,8 @@ from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 from quire.kernels.triton import attention, blocks, configs
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if not IS_INTERPRETED and torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -48,13 +50,6 @@ def _products_of_bfloat16() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot_of_floats)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _poison_of_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

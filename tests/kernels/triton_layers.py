@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.model.gpu_layers import GatedMlp, RmsNorm, fuse_layers
 from quire.kernels.triton import rows
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if not IS_INTERPRETED and torch.cuda.is_available() else "cpu")
@@ -29,13 +31,6 @@ FUSED = {
     "gpt_neox": (False, False, True),
 }
 """For each architecture, whether norms, MLPs and rotations are replaced."""
-
-
-@pytest.fixture(autouse=True)
-def _poison_of_fresh_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def logits(model: Any) -> torch.Tensor:
