@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 
 from quire.client import AsyncClient
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
@@ -20,16 +19,12 @@ from quire.kvindex.worker_record import WorkerRecord
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos import kvtransfer_pb2 as kv
 from quire.protos.kvtransfer_pb2_grpc import KvPullServiceStub, KvTransferServiceStub
-from quire.protos.worker_pb2_grpc import (
-    WorkerServiceStub,
-    add_WorkerServiceServicer_to_server,
-)
-from quire.rpc.server import Service, grpc_server
+from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from tests.testing.decodes import StreamingWorker
+from tests.testing.intruder import Intruder, serving
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 
 SECRET = "the secret of this cluster"
@@ -52,57 +47,26 @@ def cluster(start_stack: StartStack, index: RedisProcess) -> Iterator[RunningSta
             yield running
 
 
-class Intruder(StreamingWorker):
-    """Knows Redis' password and what every worker tells; passes the router's challenges on to a worker."""
-
-    def __init__(self, honest: WorkerServiceStub) -> None:
-        super().__init__()
-        self.honest = honest
-        self.challenged = asyncio.Event()
-        self.prompts: list[list[int]] = []
-
-    async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
-        info: worker_pb2.GetWorkerInfoResponse = await self.honest.GetWorkerInfo(request)
-        info.num_blocks = 10**6
-        if request.nonce:
-            self.challenged.set()
-        return info
-
-    async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        self.prompts.append(list(request.sequence.token_ids))
-        yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
-        token = worker_pb2.SampledToken(token_id=300)
-        output = worker_pb2.SequenceOutput(tokens=[token], finish_reason=inference_pb2.FINISH_REASON_LENGTH)
-        await self.send(request, output)
-
-
 async def test_redis_password_makes_no_worker(
     cluster: RunningStack, index: RedisProcess, expected: Any
 ) -> None:
     client = publisher_client(index.worker_url)
     lease = WorkerLease(client, WAIT_SECONDS)
     (record,) = [each for each in await RedisIndex(client).members() if each.role == "decode"]
-    async with grpc.aio.insecure_channel(record.address) as channel:
-        intruder = Intruder(WorkerServiceStub(channel))
-        service = Service(add_WorkerServiceServicer_to_server, intruder, "quire.v1.WorkerService")
-        async with (
-            grpc_server([service], registry=CollectorRegistry(), grace_seconds=0) as server,
-            AsyncClient(cluster.address) as asker,
-        ):
-            await server.ready()
-            await lease.join(
-                WorkerRecord("intruder", "decode", server.address, record.epoch, record.fingerprint)
-            )
-            # The router has asked it twice: what it said the first time did not make it a worker.
-            for _ in range(2):
-                intruder.challenged.clear()
-                await asyncio.wait_for(intruder.challenged.wait(), WAIT_SECONDS)
-            for seed in range(NUM_PROMPTS):
-                prompt = make_prompt(40, seed=seed)
-                answer = await asker.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
-                assert list(answer.token_ids) == expected("llama", prompt)[:4]
-            assert intruder.prompts == []
-            await lease.leave()
+    intruder = Intruder(record.address, num_blocks=10**6)
+    async with serving(intruder) as server, AsyncClient(cluster.address) as asker:
+        await server.ready()
+        await lease.join(WorkerRecord("intruder", "decode", server.address, record.epoch, record.fingerprint))
+        # The router has asked it twice: what it said the first time did not make it a worker.
+        for _ in range(2):
+            intruder.challenged.clear()
+            await asyncio.wait_for(intruder.challenged.wait(), WAIT_SECONDS)
+        for seed in range(NUM_PROMPTS):
+            prompt = make_prompt(40, seed=seed)
+            answer = await asker.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True)
+            assert list(answer.token_ids) == expected("llama", prompt)[:4]
+        assert intruder.prompts == []
+        await lease.leave()
     await client.aclose()
 
 

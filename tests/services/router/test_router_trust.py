@@ -9,15 +9,14 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
-from quire.protos import worker_pb2, worker_pb2_grpc
+from quire.protos import worker_pb2
 from quire.rpc.cluster_proof import ClusterTrust
-from quire.rpc.server import GrpcServer, Service, grpc_server
+from quire.rpc.server import GrpcServer
 from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker_set import WorkerSet
-from tests.testing.decodes import StreamingWorker
+from tests.testing.intruder import Intruder, serving
 from tests.testing.rpc_errors import error_of
 
 SECRET = b"the secret of the cluster"
@@ -63,37 +62,8 @@ def refusals(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     return problems
 
 
-class Intruder(StreamingWorker):
-    """Passes the router's question on to a worker, and what the worker says back."""
-
-    def __init__(self, worker_address: str) -> None:
-        super().__init__()
-        self.worker_address = worker_address
-        self.changes: dict[str, Any] = {}
-        self.num_asked = 0
-        self.prompts: list[list[int]] = []
-
-    async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
-        self.num_asked += 1
-        async with grpc.aio.insecure_channel(self.worker_address) as channel:
-            info = await worker_pb2_grpc.WorkerServiceStub(channel).GetWorkerInfo(request)
-        for name, value in self.changes.items():
-            setattr(info, name, value)
-        return worker_pb2.GetWorkerInfoResponse.FromString(info.SerializeToString())
-
-    async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        self.prompts.append(list(request.sequence.token_ids))
-        yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
-        token = worker_pb2.SampledToken(token_id=5)
-        output = worker_pb2.SequenceOutput(tokens=[token], finish_reason=pb.FINISH_REASON_STOP)
-        await self.send(request, output)
-
-
 async def serve(stack: AsyncExitStack, intruder: Intruder, port: int = 0) -> GrpcServer:
-    service = Service(worker_pb2_grpc.add_WorkerServiceServicer_to_server, intruder, "quire.v1.WorkerService")
-    server = await stack.enter_async_context(
-        grpc_server([service], port=port, registry=CollectorRegistry(), grace_seconds=0)
-    )
+    server = await stack.enter_async_context(serving(intruder, port))
     await server.ready()
     return server
 
@@ -103,8 +73,7 @@ async def test_a_worker_joins_and_an_intermediary_that_forwards_its_proof_does_n
     cluster: Any, stack: AsyncExitStack, changes: dict[str, Any]
 ) -> None:
     honest = await cluster.add("d1", "decode", secret=SECRET)
-    intruder = Intruder(honest.server.address)
-    intruder.changes = changes
+    intruder = Intruder(honest.server.address, **changes)
     server = await serve(stack, intruder)
     workers = worker_set(stack, Memberships(member(honest.server), member(server)))
     for _ in range(3):
@@ -167,8 +136,7 @@ async def test_a_stranger_with_the_lease_and_address_of_a_dead_worker_is_dropped
     # Without this, the watch may find the intruder and close the channel before the call does.
     workers._watches[joined].cancel()
     await honest.server.stop()
-    intruder = Intruder(other.server.address)
-    intruder.changes = {"worker_id": "d1", "address": honest.server.address}
+    intruder = Intruder(other.server.address, worker_id="d1", address=honest.server.address)
     await serve(stack, intruder, honest.server.port)
     call = joined.stub.Decode(worker_pb2.DecodeRequest(), timeout=5, wait_for_ready=True)
     with pytest.raises(grpc.aio.AioRpcError, match="did not prove"):
