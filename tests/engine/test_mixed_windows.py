@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,42 +13,15 @@ from quire.engine.errors import RequestTooLongError
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.window_pool import WindowPool
 from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
 from tests.testing.tiny_engine import make_request as make_any_request
+from tests.testing.windows import NUM_NEW, WINDOW, Expected, finish, make_request
 
-WINDOW, NUM_NEW = 24, 300
 MIXED = ["gemma2", "gemma3", "gpt_oss"]
 make_small_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=32)
-Expected = Callable[[str, list[int], int], list[int]]
 Load = Callable[[str], LoadedModel]
-
-
-def make_request(name: str, length: int, prompt_seed: int = 0, **params: Any) -> Sequence:
-    values = {"temperature": 0.0, "max_tokens": NUM_NEW, **params}
-    return make_any_request(name, make_prompt(length, prompt_seed), **values)
-
-
-def finish(engine: Engine) -> int:
-    """Step to the end; return the most blocks that were used at once. Frames that hold nothing become NaN."""
-    most = 0
-    while not engine.is_idle:
-        engine.step()
-        engine.check_conservation()
-        most = max(most, engine.pool.counts.used)
-        engine.memory.blocks[free_frames(engine)] = float("nan")
-    assert engine.pool.counts.used == 0
-    return most
-
-
-def free_frames(engine: Engine) -> list[int]:
-    tables, pool = engine.memory.frame_tables, engine.pool
-    assert tables is not None
-    held = [b for b in range(len(tables)) if pool.ref_cnt(b) or pool.hash_of(b)]
-    used = {frame for block_id in held for frame in tables[block_id].tolist()}
-    return [frame for frame in range(len(engine.memory.blocks)) if frame not in used]
 
 
 def frames_for(model: LoadedModel, num_tokens: int, num_in_step: int = 0) -> float:

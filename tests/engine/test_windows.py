@@ -4,43 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
-from quire.engine.engine import Engine
 from quire.engine.errors import RequestTooLongError
-from quire.engine.sequences.sequence import NO_BLOCK, Sequence
+from quire.engine.sequences.sequence import NO_BLOCK
 from quire.engine.weights.loader import LoadedModel
-from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
-from tests.testing.tiny_engine import make_request as make_any_request
+from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, output
+from tests.testing.windows import NUM_NEW, WINDOW, Expected, finish, make_request
 
-WINDOW, NUM_NEW = 24, 300
 make_windowed_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=64)
-Expected = Callable[[str, list[int], int], list[int]]
 
 
 @pytest.fixture
 def model(load: Callable[[str], LoadedModel]) -> LoadedModel:
     return load("mistral")
-
-
-def make_request(name: str, length: int, prompt_seed: int = 0, **params: Any) -> Sequence:
-    values = {"temperature": 0.0, "max_tokens": NUM_NEW, **params}
-    return make_any_request(name, make_prompt(length, prompt_seed), **values)
-
-
-def finish(engine: Engine) -> int:
-    """Step to the end; return the most blocks that were used at once. What is not used may hold anything."""
-    most = 0
-    while not engine.is_idle:
-        engine.step()
-        engine.check_conservation()
-        most = max(most, engine.pool.counts.used)
-        free = [b for b in range(engine.pool.num_blocks) if engine.pool.ref_cnt(b) == 0]
-        engine.memory.blocks[[b for b in free if engine.pool.hash_of(b) is None]] = float("nan")
-    assert engine.pool.counts.used == 0
-    return most
 
 
 @pytest.mark.parametrize(
