@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire.client import Message
-from quire.models.notes import HELD_OUT_SEEDS, Example, held_out, question, sample_notes, text
+from quire.models.notes import HELD_OUT_SEEDS, held_out, question, sample_notes, text
 from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import connect, wait_until_idle
+from tests.testing.stacks import answers_to, connect, wait_until_idle
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 40, 20, 16
 NUM_CHATS, NUM_TURNS = 2, 8
@@ -62,16 +61,7 @@ async def test_the_stack_answers_exactly_like_transformers(
 ) -> None:
     examples = held_out(NUM_EXAMPLES, NUM_FACTS)
     async with connect(bfloat16_stack) as (client, workers):
-        limit = asyncio.Semaphore(16)
-
-        async def ask(example: Example) -> str:
-            async with limit:
-                messages: Any = list(example.messages)
-                answer = await client.chat(messages, temperature=0.0, max_tokens=MAX_TOKENS)
-                assert answer.usage.blocks_shipped > 0
-                return str(answer.text)
-
-        answers = await asyncio.gather(*map(ask, examples))
+        answers = await answers_to(client, examples, MAX_TOKENS)
         await wait_until_idle(workers)
     expected = [reference.text(reference.answer(example.messages)) for example in examples]
     num_right = sum(a == e.expected for a, e in zip(answers, examples, strict=True))

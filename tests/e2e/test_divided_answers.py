@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from quire.client import Client, Content, Reasoning, ToolCall
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import openai_client
 from tests.testing.thinking_model import END_ID
 
 PARAMETERS = {
@@ -37,9 +38,7 @@ class City(BaseModel, extra="forbid"):
 
 @pytest.fixture
 def client(thinking_stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"http://{thinking_stack.http_address}/v1", api_key="none", max_retries=0
-    ) as client:
+    with openai_client(thinking_stack) as client:
         yield client
 
 

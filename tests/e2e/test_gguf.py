@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
 
-from quire.models.notes import Example, held_out
+from quire.models.notes import held_out
 from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 from tests.testing.gguf_files import write_gguf
-from tests.testing.stacks import connect, wait_until_idle
+from tests.testing.stacks import answers_to, connect, wait_until_idle
 
 
 async def test_the_demo_model_in_8_bits_answers_exactly(
@@ -33,16 +31,7 @@ async def test_the_demo_model_in_8_bits_answers_exactly(
     examples = held_out(40, 20)
     with local_stack(config) as stack:
         async with connect(stack) as (client, workers):
-            limit = asyncio.Semaphore(16)
-
-            async def ask(example: Example) -> str:
-                async with limit:
-                    messages: Any = list(example.messages)
-                    answer = await client.chat(messages, temperature=0.0, max_tokens=16)
-                    assert answer.usage.blocks_shipped > 0
-                    return str(answer.text)
-
-            answers = await asyncio.gather(*map(ask, examples))
+            answers = await answers_to(client, examples)
             await wait_until_idle(workers)
             assert (await client.model_info()).model == "demo"
     assert sum(a == e.expected for a, e in zip(answers, examples, strict=True)) >= 39

@@ -15,16 +15,14 @@ from quire.models.notes import held_out
 from quire.models.source import demo_model_path
 from quire.protos import worker_pb2 as pb
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import connect, wait_until_idle
+from tests.testing.stacks import connect, openai_client, wait_until_idle
 
 NUM_FACTS = 20
 
 
 @pytest.fixture
 def client(demo_stack: RunningStack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"http://{demo_stack.http_address}/v1", api_key="none", max_retries=0
-    ) as client:
+    with openai_client(demo_stack) as client:
         yield client
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import anthropic
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import Client
 from quire.services.local.stack import RunningStack
+from tests.testing.stacks import openai_client
 
 SCHEMA: Any = {
     "type": "object",
@@ -58,7 +58,7 @@ def by_grpc(stack: RunningStack, *, calls: bool) -> Answer:
 
 def by_chat(stack: RunningStack, *, calls: bool) -> Answer:
     tools: Any = {**TOOLS, "parallel_tool_calls": False} if calls else {}
-    with openai.OpenAI(base_url=f"http://{stack.http_address}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(stack) as client:
         create: Any = client.chat.completions.create
         answer = create(
             model="demo",
@@ -76,7 +76,7 @@ def by_chat(stack: RunningStack, *, calls: bool) -> Answer:
 
 def by_responses(stack: RunningStack, *, calls: bool) -> Answer:
     tools: Any = {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"} if calls else {}
-    with openai.OpenAI(base_url=f"http://{stack.http_address}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(stack) as client:
         answer = client.responses.create(
             model="demo",
             input=MESSAGES,

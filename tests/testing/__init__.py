@@ -2,6 +2,7 @@
 
 * ``tiny_models``: the greedy tokens of transformers, for the models that the fixture ``tiny_model`` makes.
 * ``tiny_engine``: an engine over a tiny model, requests for it, and their tokens.
+* ``windows``: requests that are longer than a window, and steps that poison what is given back.
 * ``constant_engine``: an engine without a model, for tests of scheduling.
 * ``manual_clock``, ``manual_disk``: a clock and a disk cache that move when a test says so.
 * ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
@@ -10,6 +11,7 @@
 * ``transport_pair``: two workers that push and pull blocks over any transport.
 * ``decodes``: calls of a worker as a router makes them, and the worker's end of a decode.
 * ``fake_worker``: workers that answer from a script, and a router in front of them.
+* ``intruder``: a process that says what a worker says, to get its prompts.
 * ``fake_generation``: a router that answers from a script, for the clients.
 * ``demo_forms``: held-out questions in each form that the demo model is taught.
 * ``live_run``, ``live_load``, ``prometheus``: a stack under load that a real Prometheus watches.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from random import Random
 from typing import Any
 from urllib.request import urlopen
 
 import grpc
+import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient
+from quire.models.notes import Example
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
@@ -41,6 +43,25 @@ async def connect(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dict[
         finally:
             for channel in channels.values():
                 await channel.close(None)
+
+
+def openai_client(stack: RunningStack) -> openai.OpenAI:
+    """Return OpenAI's client of a stack, which tries nothing again."""
+    return openai.OpenAI(base_url=f"http://{stack.http_address}/v1", api_key="none", max_retries=0)
+
+
+async def answers_to(client: AsyncClient, examples: Iterable[Example], max_tokens: int = 16) -> list[str]:
+    """Return the demo model's greedy answers, whose blocks must have been shipped; ask for 16 at a time."""
+    limit = asyncio.Semaphore(16)
+
+    async def ask(example: Example) -> str:
+        async with limit:
+            messages: Any = list(example.messages)
+            answer = await client.chat(messages, temperature=0.0, max_tokens=max_tokens)
+            assert answer.usage.blocks_shipped > 0
+            return str(answer.text)
+
+    return await asyncio.gather(*map(ask, examples))
 
 
 async def kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None:
