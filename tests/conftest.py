@@ -163,7 +163,9 @@ def expected(tiny_model: Callable[..., Path]) -> Callable[..., list[int]]:
     """Return a function from (architecture, prompt) to the first greedy tokens of transformers."""
     from tests.testing.tiny_models import generate_greedy, load_reference
 
-    def generate(architecture: str, prompt: list[int], num_new: int = 64) -> list[int]:
-        return generate_greedy(load_reference(tiny_model(architecture)), prompt, num_new)
+    @cache
+    def generate(architecture: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
+        return generate_greedy(load_reference(tiny_model(architecture)), list(prompt), num_new)
 
-    return generate
+    # Many tests have the same prompts, and transformers takes longer than the engine.
+    return lambda architecture, prompt, num_new=64: [*generate(architecture, tuple(prompt), num_new)]
