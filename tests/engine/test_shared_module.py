@@ -60,8 +60,10 @@ def is_shared(model: LoadedModel) -> bool:
     return found == {"r--s"}
 
 
-@pytest.mark.parametrize("weight_dtype", ["auto", "int4", "w8a8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int4"), ("bfloat16", "w8a8")],
+)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_oss", "deepseek_v3"])
 def test_shared_weights_give_the_same_bits_as_a_models_own(
     tiny_model: Callable[[str], Path], file: WeightsFile, architecture: str, dtype: str, weight_dtype: str
