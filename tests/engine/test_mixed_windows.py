@@ -15,6 +15,7 @@ from quire.engine.kv_cache.window_pool import WindowPool
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
+from tests.testing import windows
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
 from tests.testing.tiny_engine import make_request as make_any_request
 from tests.testing.windows import NUM_NEW, WINDOW, Expected, finish, make_request
@@ -99,14 +100,9 @@ def test_preempted_sequences_are_restored(
     engine = make_small_engine(
         load(architecture), num_blocks=num_blocks, num_swap_blocks=80, prefers_swap=is_swapped
     )
-    requests = [make_request(str(index), 50 + 20 * index, index, n=2) for index in range(4)]
-    for request in requests:
-        engine.add_request(request)
-    finish(engine)
-    assert engine.preemption.counts[not is_swapped] > 0
-    for request in requests:
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        assert output(request) == expected(architecture, prompt, NUM_NEW)
+    windows.check_preemption(
+        engine, 2, is_swapped=is_swapped, expected=lambda prompt: expected(architecture, prompt, NUM_NEW)
+    )
 
 
 @pytest.mark.parametrize("architecture", MIXED)
@@ -118,13 +114,7 @@ def test_a_transfer_brings_bare_blocks_behind_the_window(
     there, here = make_request("r", 150), make_request("r", 150)
     there.stops_after_prefill = True
     assert decode.transfers.accept(here) == 0
-    prefill.add_request(there)
-    while not there.status.is_finished:
-        prefill.step()
-    reserved: list[bool] = []
-    decode.transfers.reserve("r", reserved.append)
-    decode.transfers.grant_blocks()
-    assert reserved
+    windows.compute_and_reserve(prefill, decode, there)
     num_bare = (150 + 1 - WINDOW) // BLOCK_SIZE
     for index in range(10):
         is_bare = index < num_bare

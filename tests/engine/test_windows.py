@@ -10,6 +10,7 @@ import pytest
 from quire.engine.errors import RequestTooLongError
 from quire.engine.sequences.sequence import NO_BLOCK
 from quire.engine.weights.loader import LoadedModel
+from tests.testing import windows
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, output
 from tests.testing.windows import NUM_NEW, WINDOW, Expected, finish, make_request
 
@@ -57,13 +58,9 @@ def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
 def test_preempted_windows_are_restored(model: LoadedModel, expected: Expected, is_swapped: bool) -> None:
     """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""
     engine = make_windowed_engine(model, num_blocks=16, num_swap_blocks=24, prefers_swap=is_swapped)
-    requests = [make_request(str(index), 50 + 20 * index, index, n=3) for index in range(4)]
-    for request in requests:
-        engine.add_request(request)
-    finish(engine)
-    assert engine.preemption.counts[not is_swapped] > 0
-    for request in requests:
-        assert output(request) == expected("mistral", request.token_ids[: request.num_prompt_tokens], NUM_NEW)
+    windows.check_preemption(
+        engine, 3, is_swapped=is_swapped, expected=lambda prompt: expected("mistral", prompt, NUM_NEW)
+    )
 
 
 def test_samples_share_a_window(model: LoadedModel) -> None:
@@ -105,13 +102,7 @@ def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expecte
     there.stops_after_prefill = True
     first_block = decode.transfers.accept(here)
     assert first_block == (150 + 1 - WINDOW) // BLOCK_SIZE
-    prefill.add_request(there)
-    while not there.status.is_finished:
-        prefill.step()
-    reserved: list[bool] = []
-    decode.transfers.reserve("r", reserved.append)
-    decode.transfers.grant_blocks()
-    assert reserved
+    windows.compute_and_reserve(prefill, decode, there)
     assert len(here.held_blocks) <= WINDOW // BLOCK_SIZE + 2
     for index in range(first_block, 10):
         assert there.block_table[index] != NO_BLOCK

@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from tests.testing import tiny_engine
-from tests.testing.tiny_engine import make_prompt
+from tests.testing.tiny_engine import make_prompt, output
 
 WINDOW, NUM_NEW = 24, 300
 """The window of the tiny models that have one, and the number of tokens of an answer."""
@@ -30,6 +30,30 @@ def finish(engine: Engine) -> int:
         engine.memory.blocks[_free(engine)] = float("nan")
     assert engine.pool.counts.used == 0
     return most
+
+
+def check_preemption(
+    engine: Engine, num_samples: int, *, is_swapped: bool, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """Run four prompts with more equal samples than fit; they must be preempted, and get their tokens."""
+    requests = [make_request(str(index), 50 + 20 * index, index, n=num_samples) for index in range(4)]
+    for request in requests:
+        engine.add_request(request)
+    finish(engine)
+    assert engine.preemption.counts[not is_swapped] > 0
+    for request in requests:
+        assert output(request) == expected(request.token_ids[: request.num_prompt_tokens])
+
+
+def compute_and_reserve(prefill: Engine, decode: Engine, request: Sequence) -> None:
+    """Let one engine compute a prompt, and another, which has accepted it, reserve its blocks."""
+    prefill.add_request(request)
+    while not request.status.is_finished:
+        prefill.step()
+    reserved: list[bool] = []
+    decode.transfers.reserve(request.attempt_id, reserved.append)
+    decode.transfers.grant_blocks()
+    assert reserved
 
 
 def _free(engine: Engine) -> list[int]:
