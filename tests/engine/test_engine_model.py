@@ -619,23 +619,19 @@ class SharedWindowedEngineMachine(TieredWindowedEngineMachine):
     clients = SharedEngineMachine.clients
 
 
-MACHINE_SETTINGS = settings(max_examples=100, stateful_step_count=30)
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = MACHINE_SETTINGS
 TestSharedEngine = pytest.mark.slow(SharedEngineMachine.TestCase)
-TestSharedEngine.settings = MACHINE_SETTINGS
 TestSharedWindowedEngine = pytest.mark.slow(SharedWindowedEngineMachine.TestCase)
-TestSharedWindowedEngine.settings = MACHINE_SETTINGS
 TestWindowedEngine = pytest.mark.slow(WindowedEngineMachine.TestCase)
-TestWindowedEngine.settings = MACHINE_SETTINGS
 TestMixedEngine = MixedEngineMachine.TestCase
-TestMixedEngine.settings = MACHINE_SETTINGS
 TestTieredMixedEngine = pytest.mark.slow(TieredMixedEngineMachine.TestCase)
-TestTieredMixedEngine.settings = MACHINE_SETTINGS
 TestTieredEngine = pytest.mark.slow(TieredEngineMachine.TestCase)
-TestTieredEngine.settings = MACHINE_SETTINGS
 TestTieredWindowedEngine = pytest.mark.slow(TieredWindowedEngineMachine.TestCase)
-TestTieredWindowedEngine.settings = MACHINE_SETTINGS
+for _machine in (
+    *(TestEngine, TestSharedEngine, TestSharedWindowedEngine, TestWindowedEngine, TestMixedEngine),
+    *(TestTieredMixedEngine, TestTieredEngine, TestTieredWindowedEngine),
+):
+    _machine.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 def test_a_working_set_larger_than_the_pool_is_read_back_from_every_tier(tmp_path: Path) -> None:
