@@ -52,6 +52,13 @@ def ids_of(workers: WorkerSet) -> list[str]:
     return sorted(w.worker_id for role in ("prefill", "decode") for w in workers.live(role))
 
 
+async def joined(workers: WorkerSet, role: str = "decode") -> Worker:
+    """Let a set ask its source; return the one worker that it finds."""
+    await workers.refresh()
+    (live,) = workers.live(role)
+    return live
+
+
 async def test_static_workers_join_drain_and_leave(cluster: Any, make_set: Any) -> None:
     first, second = await cluster.add("d1", "decode"), await cluster.add("d2", "decode")
     await second.begin_to_stop()
@@ -72,8 +79,7 @@ async def test_static_workers_join_drain_and_leave(cluster: Any, make_set: Any) 
 async def test_a_record_that_lags_behind_does_not_undo_a_drain(cluster: Any, make_set: Any) -> None:
     worker = await cluster.add("d1", "decode")
     workers = make_set(ScriptedMembership(Member(worker.server.address, "1")))
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
 
     async def tell() -> None:
         worker.is_draining = True
@@ -226,8 +232,7 @@ async def test_a_stopping_worker_leaves_with_its_lease_and_its_requests_continue
     worker = await cluster.add("d1", "decode")
     membership = ScriptedMembership(Member(worker.server.address, "1"))
     workers = make_set(membership)
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     with workers.dispatched(live, pending_tokens=10, resident_tokens=20) as computed:
         assert (live.pending_tokens, live.resident_tokens) == (10, 20)
         computed()
@@ -281,8 +286,7 @@ async def test_while_it_is_asked_whether_it_stays_others_are_preferred(cluster: 
     worker = await cluster.add("d1", "decode")
     membership = ScriptedMembership(Member(worker.server.address, "1"))
     workers = make_set(membership)
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     membership.current = []
     worker.answers_probes.clear()
     refreshing = asyncio.create_task(workers.refresh())
@@ -305,8 +309,7 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
     worker = await cluster.add("d1", "decode", pause_before_token=0)
     membership = ScriptedMembership(Member(worker.server.address, "1"))
     workers = make_set(membership, silent_seconds=0.3)
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     async with (
         asyncio.timeout(10),
         background() as spawn,
@@ -333,8 +336,7 @@ async def test_a_worker_that_misses_one_probe_stays(cluster: Any, make_set: Any)
     worker = await cluster.add("d1", "decode")
     membership = ScriptedMembership(Member(worker.server.address, "1"))
     workers = make_set(membership, silent_seconds=0.3, clock=lambda: now)
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     with workers.dispatched(live):
         worker.answers_probes.clear()
         asking = asyncio.create_task(workers.ask_busy())
@@ -355,8 +357,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
     other = await cluster.add("d2", "decode")
     membership = ScriptedMembership(Member(stalled.server.address, "1"))
     workers = make_set(membership)
-    await workers.refresh()
-    (live,) = workers.live(role)
+    live = await joined(workers, role)
     async with (
         asyncio.timeout(10),
         background() as spawn,
@@ -416,8 +417,7 @@ async def test_a_worker_that_restarts_twice_has_two_records_and_one_channel(
     await workers.refresh()
     worker.epoch = "3"
     membership.current = [Member(address, "1", is_draining=True), Member(address, "2"), Member(address, "3")]
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     assert (live.info.epoch, left) == ("3", ["d1"])
     assert [channel is live.connection.channel for channel in opened] == [False, True]
     membership.current = []
@@ -445,8 +445,7 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
     now = 100.0
     worker = await cluster.add("d1", "decode")
     workers = make_set(StaticMembership([worker.server.address]), clock=lambda: now)
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     await workers.set_aside(live)
     assert live.health.can_serve
     assert live.health.is_unhealthy
@@ -457,8 +456,7 @@ async def test_a_penalty_passes(cluster: Any, make_set: Any) -> None:
 async def test_after_the_end_of_a_set_its_workers_are_no_longer_asked(cluster: Any, make_set: Any) -> None:
     worker = await cluster.add("d1", "decode")
     workers = make_set(StaticMembership([worker.server.address]))
-    await workers.refresh()
-    (live,) = workers.live("decode")
+    live = await joined(workers)
     await workers.close()
     assert not live.health.can_serve
     async with asyncio.timeout(5):
