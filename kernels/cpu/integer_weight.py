@@ -75,16 +75,32 @@ class IntegerWeight(PackedWeight):
 
 def quantize_to_integers(weight: torch.Tensor) -> IntegerWeight:
     """Quantize a weight ``[out_features, in_features]`` of any float dtype; inputs are a multiple of 4."""
-    out_features, in_features = weight.shape
+    integers = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight))
+    for first in range(0, len(weight), TILE_COLUMNS):
+        values = weight[first : first + TILE_COLUMNS].float()
+        own = values.abs().amax(-1) / 127
+        rounded = (values / torch.where(own > 0, own, 1)[:, None]).round().clamp(-127, 127)
+        integers[first : first + TILE_COLUMNS], scales[first : first + TILE_COLUMNS] = rounded, own
+    return pack_integers(integers, scales, weight.dtype)
+
+
+def pack_integers(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> IntegerWeight:
+    """Pack int8 ``[out_features, in_features]`` with float32 scales ``[out_features]``.
+
+    Args:
+        dtype: the model's dtype.
+    """
+    out_features, in_features = integers.shape
     num_panels = num_padded_panels(out_features)
     panels = torch.zeros((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), dtype=torch.uint8)
     for panel in range(-(-out_features // TILE_COLUMNS)):
-        values = weight[panel * TILE_COLUMNS : (panel + 1) * TILE_COLUMNS].float()
-        values = torch.nn.functional.pad(values, (0, 0, 0, TILE_COLUMNS - len(values)))
-        scales = values.abs().amax(-1) / 127
-        integers = (values / torch.where(scales > 0, scales, 1)[:, None]).round().clamp(-127, 127)
-        words = integers.to(torch.int8).view(TILE_COLUMNS, -1, INPUTS).transpose(0, 1)
+        own = slice(panel * TILE_COLUMNS, (panel + 1) * TILE_COLUMNS)
+        padding = (0, (panel + 1) * TILE_COLUMNS - min(own.stop, out_features))
+        values = torch.nn.functional.pad(integers[own], (0, 0, *padding))
+        words = values.view(TILE_COLUMNS, -1, INPUTS).transpose(0, 1)
         panels[panel, :-PANEL_TRAILER] = words.reshape(-1).view(torch.uint8)
-        trailer = torch.stack((scales.view(torch.int32), integers.sum(-1).to(torch.int32)))
+        factors = torch.nn.functional.pad(scales[own], padding).view(torch.int32)
+        trailer = torch.stack((factors, values.sum(-1).to(torch.int32)))
         panels[panel, -PANEL_TRAILER:] = trailer.view(-1).view(torch.uint8)
-    return IntegerWeight(panels, out_features, in_features, weight.dtype)
+    return IntegerWeight(panels, out_features, in_features, dtype)

@@ -46,6 +46,7 @@ from quire.kernels.cpu.bfloat16_product import (
     restore_denormals,
     swap_pairs,
 )
+from quire.kernels.cpu.coded_product import decode, is_coded
 from quire.kernels.cpu.integer_product import scale_sums
 from quire.kernels.cpu.intrinsics import (
     GROUP,
@@ -60,6 +61,7 @@ from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.packed_product import (
     AHEAD,
     BY_ROW,
+    FEW_ROWS,
     add_rows_product,
     bytes_per_input,
     input_form,
@@ -77,8 +79,6 @@ _PANELS = UNIT // TILE_COLUMNS
 _PAIR = min(2, _PANELS)
 ROWS = 96
 """Most rows that a thread computes at a time, so that they fit into its cache."""
-_FEW_ROWS = 2
-"""For up to this many rows, the sums of one panel would leave most registers unused."""
 _MOST_TILE_ROWS = 6
 _PIECE_INPUTS = 384
 """Inputs of a panel that a thread multiplies with all rows before it continues.
@@ -494,7 +494,7 @@ def _sum_inputs(product: Product, stored: Any) -> None:
             outputs[row, column] = 0.0
     if has_tile_products(stored):
         _add_by_tiles(product, stored)
-    elif product.num_rows > _FEW_ROWS:
+    elif product.num_rows > FEW_ROWS:
         _add_tiles(product, stored)
     else:
         _add_few_rows(product, stored)
@@ -507,6 +507,7 @@ def _add_tiles(product: Product, stored: Any) -> None:
     Many tiles multiply the same piece of a panel, which is in the L1 cache, and meanwhile prefetch the next
     piece. Weights are thus read from memory during all products, and not only during those of the first tile.
     If weights are smaller than float32, arithmetic is the limit, and each tile prefetches its own weights.
+    Codes are decoded once for all tiles, piece by piece.
     """
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     input_bytes = bytes_per_input(stored)
@@ -517,15 +518,23 @@ def _add_tiles(product: Product, stored: Any) -> None:
     fetches_next_piece = num_tiles > 2 and input_bytes == 4 * TILE_COLUMNS
     # A few rows read the weights once, from memory. Many rows read them several times, from a cache.
     step = _PIECE_INPUTS if fetches_next_piece else _DEPTH if num_tiles > 2 else num_inputs
+    decoded = np.empty(0, np.float32)
+    if is_coded(stored):
+        step = _PIECE_INPUTS
+        decoded = np.empty(_PIECE_INPUTS * TILE_COLUMNS, np.float32)
     for panel in range(_PANELS):
         for start in range(0, num_inputs, step):
             count = np.int64(min(step, num_inputs - start))
             right = np.int64(weight + panel * stride + start * input_bytes)
+            fetch_bytes = input_bytes
+            if is_coded(stored):
+                decode(right, count, np.int64(decoded.ctypes.data), stored)
+                right, fetch_bytes = np.int64(decoded.ctypes.data), np.int64(4 * TILE_COLUMNS)
             for tile in range(num_tiles):
                 first, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
                 total = np.int64(output + 4 * (first * output_stride + panel * TILE_COLUMNS))
                 left = np.int64(first_input + first * input_stride + operand_bytes(start, stored))
-                fetch = (np.int64(right + AHEAD * input_bytes), np.int64(input_bytes))
+                fetch = (np.int64(right + AHEAD * fetch_bytes), np.int64(fetch_bytes))
                 if fetches_next_piece:
                     share = -(-input_bytes // num_tiles)
                     fetch = (np.int64(right + count * (input_bytes + tile * share)), np.int64(share))
@@ -574,8 +583,8 @@ def _add_few_rows(product: Product, stored: Any) -> None:
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(stride))
     left, count = np.int64(inputs + row_header(stored)), np.int64(num_inputs)
     no_fetch = (np.int64(0), np.int64(0))
-    # The sums of one row leave enough registers for four panels of floats, but only for two of integers.
-    if num_rows == 1 and quantized_bits(stored) == 0:
+    # The sums of one row leave enough registers for four panels of floats, but only for two of others.
+    if num_rows == 1 and quantized_bits(stored) == 0 and not is_coded(stored):
         total, right = np.int64(output), np.int64(weight)
         add_rows_product(total, left, right, count, no_fetch, strides, 1, _PANELS, stored)
         return

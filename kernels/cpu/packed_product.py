@@ -20,10 +20,18 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
-from numba.extending import register_jitable
 
 from quire.kernels.cpu.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
 from quire.kernels.cpu.bfloat16_product import LANES, emit_pair_products
+from quire.kernels.cpu.coded_product import (
+    CODINGS,
+    Coding,
+    emit_groups,
+    float_lanes,
+    is_coded,
+    place_in_word,
+    read_code,
+)
 from quire.kernels.cpu.integer_product import (
     INPUTS,
     PANEL_TRAILER,
@@ -58,6 +66,8 @@ from quire.kernels.cpu.nibble_product import (
 )
 
 _SCALE_BYTES = 2
+FEW_ROWS = 2
+"""For up to this many rows, the sums of one panel would leave most registers unused."""
 AHEAD = 64
 """Distance, in inputs of a panel, at which a tile of several rows prefetches its own weights."""
 _GROUPS_AHEAD = 8
@@ -115,6 +125,8 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
     """Return a panel's bytes per input. If it has groups or tiles, multiply this only by whole ones."""
     if stored.dtype in _BITS:
         num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
+    elif stored.dtype in CODINGS:
+        num_bytes = CODINGS[stored.dtype].group_bytes // GROUP
     elif stored.dtype in _WEIGHT_BYTES:
         num_bytes = TILE_COLUMNS * _WEIGHT_BYTES[stored.dtype]
     else:
@@ -246,7 +258,8 @@ def add_rows_product(
     ``total[r, p * TILE_COLUMNS + c] += sum over k < depth of left[r, k] * right[p, k, c]``, where each sum
     runs over k in order with fused multiplications. If the weights are quantized, each group has a separate
     sum over its integers, which is then multiplied by the scale and added to the total. In both cases the
-    bits do not depend on the size of the tile.
+    bits do not depend on the size of the tile. If weights are codes, products of more than ``FEW_ROWS`` rows
+    read what ``decode`` wrote.
 
     Args:
         total, left, right: addresses; total is float32, and left has the ``input_form`` of these weights.
@@ -277,6 +290,10 @@ def add_rows_product(
             instruction, lanes = integer_instruction(processor_features())
             emit = partial(emit_integer_products, instruction=instruction)
             _add_words(tile, arguments[3], INPUTS, (_INT32, lanes), emit)
+        elif stored.dtype in CODINGS and num_rows <= FEW_ROWS:
+            _add_coded(tile, arguments[3], CODINGS[stored.dtype])
+        elif stored.dtype in CODINGS:
+            _add_plain(tile, arguments[3], arguments[4], _FLOAT, types.float32)
         elif stored.dtype != _TILES:  # ``add_tile_products`` multiplies tiles
             element = context.get_value_type(stored.dtype)
             _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
@@ -333,6 +350,24 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
     starts = {each: builder.load(total, align=4) for each, total in tile.totals.items()}
     for each, result in emit_loop(builder, depth, starts, add).items():
         builder.store(result, tile.totals[each], align=4)
+
+
+def _add_coded(tile: _Tile, depth: Any, coding: Coding) -> None:
+    """Emit the product with weights that are decoded in registers."""
+    builder, lanes = tile.builder, float_lanes()
+    totals = tile.total_parts(_FLOAT, lanes)
+
+    def add(sums: _Sums, k: Any, weights: list[Any]) -> _Sums:
+        results = {}
+        for row in range(len(tile.lefts)):
+            scalars = splat(builder, tile.word(row, k, _FLOAT), lanes)
+            for part, values in enumerate(weights):
+                results[row, part] = fused(builder, scalars, values, sums[row, part])
+        return results
+
+    starts = {each: builder.load(total, align=4) for each, total in totals.items()}
+    for each, result in emit_groups(builder, coding, tile.rights, depth, starts, add).items():
+        builder.store(result, totals[each], align=4)
 
 
 def _add_words(
@@ -547,12 +582,6 @@ def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> 
     return emit_loop(builder, ir.Constant(_INT64, GROUP // per_word), zeros, add)
 
 
-@register_jitable
-def place_in_word(number: int, bits: int) -> int:
-    """Return the place in a word of one of its inputs."""
-    return number if bits == 8 else number % 4 * 2 + number // 4
-
-
 def _upper_bits(builder: Any, words: Any, place: int, bits: int) -> Any:
     """Emit the conversion of one integer of each word to float32, times ``2 ** (32 - bits)``."""
     wide = words.type
@@ -567,7 +596,7 @@ def _upper_bits(builder: Any, words: Any, place: int, bits: int) -> Any:
 def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
     """Return the weight at a position of a panel that is not quantized, as float32."""
     element = {1: types.int8, 2: types.uint16}.get(_WEIGHT_BYTES.get(stored.dtype, 0), stored.dtype)
-    if stored.dtype in _BITS:
+    if stored.dtype in _BITS or stored.dtype in CODINGS:
         element = types.int8  # never read, but compiled
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -602,6 +631,10 @@ def _place_in_pairs(index: int, column: int, stored: Any) -> int:
 @exact
 def read_weight(panel: int, index: int, column: int, in_features: int, stored: Any) -> np.float32:
     """Return the weight of one input and one column of the panel at an address, as float32."""
+    if is_coded(stored):
+        group = panel + index // GROUP * GROUP * bytes_per_input(stored)
+        coded: np.float32 = read_code(group, index % GROUP, column, stored)
+        return coded
     bits = quantized_bits(stored)
     if bits == 0:
         position = index * TILE_COLUMNS + column

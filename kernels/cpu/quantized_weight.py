@@ -17,6 +17,7 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
+from quire.kernels.cpu.coded_product import place_in_word
 from quire.kernels.cpu.integer_weight import quantize_rows
 from quire.kernels.cpu.intrinsics import (
     GROUP,
@@ -34,7 +35,7 @@ from quire.kernels.cpu.intrinsics import (
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
 from quire.kernels.cpu.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
-from quire.kernels.cpu.packed_product import group_bytes, place_in_word
+from quire.kernels.cpu.packed_product import group_bytes
 
 QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8, "w4a8": NIBBLES}
 """NumPy type that stands for weights of a dtype in Numba."""

@@ -701,14 +701,14 @@ def _project(
 
 
 @exact
-def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) -> None:
+def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, head_stored: Any) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads
     layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
     size, attended_size = args.hidden_size, args.num_heads * args.head_dim
-    _embed(args, first, end, storage, item_bytes, stored)
+    _embed(args, first, end, storage, item_bytes, head_stored)
     _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
     phase = _wait(args, num_threads, np.int64(0))
     round_number = np.int64(args.last_round)
@@ -797,22 +797,23 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any) 
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
         phase = _wait(args, num_threads, phase)
-    _compute_logits(args, thread, num_threads, phase, storage, item_bytes, stored)
+    _compute_logits(args, thread, num_threads, phase, storage, item_bytes, head_stored)
 
 
 @cache
-def program(storage: Any, stored: Any) -> Any:
+def program(storage: Any, stored: Any, head_stored: Any) -> Any:
     """Compile the function ``void step(STEP[2])`` that each thread runs.
 
     Args:
         storage: the NumPy type of the model's dtype.
-        stored: the NumPy type of the weights of its linear layers, in ``STORAGE`` or ``QUANTIZED``.
+        stored: the NumPy type that stands for the weights of its linear layers.
+        head_stored: that of the output layer's, and of an embedding that is tied to it.
     """
     item_bytes = np.dtype(storage).itemsize
 
     def step(arguments: Any) -> None:
         both = carray(arguments, 2)
-        _run_step(both[0], both[1], storage, item_bytes, stored)
+        _run_step(both[0], both[1], storage, item_bytes, stored, head_stored)
 
     signature = types.void(types.CPointer(from_dtype(STEP)))
     return compile_kernel(signature, step, error_model="numpy")
