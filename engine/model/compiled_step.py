@@ -75,7 +75,8 @@ class CompiledStep:
         self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
         self._shape = AttentionShape(memory.shape.block_size, self._num_heads, heads.num_kv_heads)
         self._decode_tiles = DecodeTiles(self._shape)
-        self._program = step.program(STORAGE[self._dtype], recipe.head.packed.stored)
+        stored = recipe.layers[0].output.packed.stored
+        self._program = step.program(STORAGE[self._dtype], stored, recipe.head.packed.stored)
         self._work_per_token = _num_weights(recipe)
         num_layers = len(recipe.layers)
         num_linear = step.COUNTERS_PER_LAYER * num_layers + 1
@@ -451,7 +452,7 @@ def find_recipe(
 def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
     if not heads.are_alike:
         raise NoRecipeError("its keys and values, or its layers, differ in shape")
-    dtype, stored = _dtype(recipe), recipe.head.packed.stored
+    dtype, stored = _dtype(recipe), recipe.layers[0].output.packed.stored
     for layer in recipe.layers:
         linears = (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)
         if any((each.packed.dtype, each.packed.stored) != (dtype, stored) for each in linears):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -91,6 +92,7 @@ def pack_linear_layers(
     weight_dtype: str = "auto",
     num_segments: Mapping[str, int] | None = None,
     arithmetic: str = FLOAT32,
+    stored: Mapping[str, PackedWeight] = MappingProxyType({}),
 ) -> None:
     """Replace a model's linear layers on the CPU, and the embeddings that share a weight with one of them.
 
@@ -99,10 +101,13 @@ def pack_linear_layers(
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: number of segments of inputs by the layer's name; 1 for all other layers.
         arithmetic: the order of sums of weights that are not quantized, see ``pack``.
+        stored: weights that the checkpoint has packed already, by the names of the model's parameters.
 
     Raises:
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
     """
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in stored}
+    at_addresses = {parameter.data_ptr(): stored[name] for name, parameter in parameters.items()}
     embeddings = _find_embeddings(model)
     # This list has only the layers' parents, so each layer's weight is freed before the next layer is packed.
     parents = [(name, each) for name, each in model.named_modules() if any(True for _ in each.children())]
@@ -110,10 +115,17 @@ def pack_linear_layers(
         for name in [name for name, _ in parent.named_children()]:
             path = f"{parent_name}.{name}".removeprefix(".")
             segments = (num_segments or {}).get(path, 1)
-            packed = _packed(name, parent.get_submodule(name), weight_dtype, segments, arithmetic)
-            if packed is None:
+            module = parent.get_submodule(name)
+            weight = _weight(module)
+            if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
                 continue
-            layer, address = packed
+            address = weight.data_ptr()
+            packed = at_addresses.get(address)
+            if packed is None:
+                packed = pack_weight(name, weight.detach(), weight_dtype, arithmetic)
+            bias = dict(module.named_parameters()).get("bias")
+            layer = PackedLinear(packed, bias, segments)
+            del module, weight, bias
             setattr(parent, name, layer)
             if address in embeddings:
                 owner, its_name, scale = embeddings[address]
@@ -138,18 +150,6 @@ def pack_weight(name: str, weight: torch.Tensor, weight_dtype: str, arithmetic: 
     return quantize_to_integers(weight) if weight_dtype == "w8a8" else quantize(weight, weight_dtype)
 
 
-def _packed(
-    name: str, module: torch.nn.Module, weight_dtype: str, num_segments: int, arithmetic: str
-) -> tuple[PackedLinear, int] | None:
-    """Return a packed linear layer and the address of its unpacked weight; None for any other module."""
-    weight = _weight(module)
-    if weight is None or not weight.is_cpu or weight.dtype not in _DTYPES:
-        return None
-    bias = dict(module.named_parameters()).get("bias")
-    packed = pack_weight(name, weight.detach(), weight_dtype, arithmetic)
-    return PackedLinear(packed, bias, num_segments), weight.data_ptr()
-
-
 def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:
     """Return the parent, name and scale of each embedding, by the address of its weight."""
     found = {}
@@ -160,6 +160,17 @@ def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module,
                 if type(child) is torch.nn.Embedding or is_scaled:
                     found[child.weight.data_ptr()] = (parent, name, embedding_scale(child))
     return found
+
+
+def packable_weights(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that only become weights of packed linear layers and embeddings."""
+    weights = {
+        id(module.weight)
+        for name, module in model.named_modules()
+        # Latent attention divides this layer.
+        if type(module) is torch.nn.Linear and not name.endswith("kv_b_proj")
+    }
+    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
 
 
 def embedding_scale(embedding: torch.nn.Module) -> float:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import safe_open
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.weights.dequantize import WrongPartError, dequantize
+from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
 from quire.engine.weights.files import weight_files
 from quire.engine.weights.lazy_tensor import LazyTensor
+from quire.engine.weights.packed_codes import pack, stand_in
 from quire.engine.weights.quantization import read_quantization
+from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
 from quire.models.gguf_folder import GGUF_NAME
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
 
 logger = logging.getLogger(__name__)
+Decoded = TypeVar("Decoded")
 
 _PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 """Safetensors' names of the types of tensors that are not quantized."""
@@ -87,6 +91,8 @@ class Checkpoint:
         self.quantization = read_quantization(read_object(folder / "config.json"))
         self.error: ModelFileError | None = None
         """First error of a read, for callers that see it only through transformers."""
+        self.packed: dict[str, PackedWeight] = {}
+        """The weights that ``read_packed`` kept packed."""
         self._files: list[Any] = []
         self._owners: dict[str, tuple[Path, Any]] = {}
         for name in weight_files(folder):
@@ -127,7 +133,8 @@ class Checkpoint:
             ModelFileError: a part of a quantized tensor has the wrong type or shape.
         """
         if name in self._parts:
-            whole = self._dequantize(name)
+            # The product of a value and its scale is rounded once.
+            whole: torch.Tensor = self._decoded(name, dequantize)
         elif part is None:
             return self._load(name)
         else:
@@ -137,24 +144,48 @@ class Checkpoint:
         dimension, indices = part
         return whole[indices] if dimension == 0 else whole[:, indices]
 
+    def read_packed(self, name: str, part: tuple[int, slice] | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return what ``read`` does, or keep the weight packed and return a tensor that stands for it.
+
+        Args:
+            dtype: the model's dtype.
+        """
+        if name in self._parts and self.quantization and self.quantization.method != "mxfp4":
+            codes = self._decoded(name, read_codes)
+            packed = pack(codes, part, dtype, self.quantization.rounds_inputs)
+            if packed is not None:
+                self.packed[name] = packed
+                return stand_in(torch.Size((packed.out_features, packed.in_features)), dtype)
+        return self.read(name, part)
+
+    def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the stored tensors of a quantized one by their roles."""
+        return {role: self._load(part) for role, part in self._parts[name].items()}
+
     def is_bias_of_zeros(self, name: str) -> bool:
         """Return whether this is a bias that GPTQ writes for layers without one."""
         weight = f"{name.removesuffix('.bias')}.weight"
         return name.endswith(".bias") and weight in self._parts and not self._load(name).any()
 
-    def lazy_tensors(self) -> dict[str, LazyTensor]:
-        """Return all tensors, each of which is read when it is indexed."""
-        return {name: LazyTensor(self.read, name) for name in self.names}
+    def lazy_tensors(self, packable: Set[str], dtype: torch.dtype) -> dict[str, LazyTensor]:
+        """Return all tensors, each of which is read when it is indexed.
+
+        Args:
+            packable: the names of those to keep packed if a kernel can multiply them.
+            dtype: the model's dtype.
+        """
+        packed = partial(self.read_packed, dtype=dtype)
+        return {name: LazyTensor(packed if name in packable else self.read, name) for name in self.names}
 
     def log_memory(self, module: torch.nn.Module) -> None:
         """Log the format of a quantized checkpoint, and the memory that the weights of a model take."""
         if self.quantization is not None:
-            num_bytes = sum(parameter.nbytes for parameter in module.parameters())
             logger.info(
-                "dequantized %d tensors of %s: the weights take %.1f MiB",
-                len(self._parts),
+                "%d tensors of %s run packed and %d dequantized: the weights take %.1f MiB",
+                len(self.packed),
                 self.quantization,
-                num_bytes / 2**20,
+                len(self._parts) - len(self.packed),
+                weight_bytes(module, self.packed) / 2**20,
             )
 
     def _load(self, name: str) -> torch.Tensor:
@@ -206,14 +237,20 @@ class Checkpoint:
                 raise self._wrong(name, f"has no {others[role]}")
         return {"scales": scales[0], **{role: part for role, part in others.items() if part in self._owners}}
 
-    def _dequantize(self, name: str) -> torch.Tensor:
-        """Return a weight in float32, which rounds the product of a value and its scale once."""
+    def _decoded(self, name: str, decode: Callable[..., Decoded]) -> Decoded:
+        """Return what ``decode`` makes of the stored tensors of a quantized one."""
         if self.error is not None:
             raise self.error
         try:
-            assert self.quantization is not None
-            parts = {role: self._load(part) for role, part in self._parts[name].items()}
-            return dequantize(self.quantization, parts)
+            return decode(self.quantization, self.stored_parts(name))
         except WrongPartError as error:
             self.error = self._wrong(self._parts[name][error.role], str(error))
             raise self.error from error
+
+
+def weight_bytes(module: torch.nn.Module, packed: Mapping[str, PackedWeight]) -> int:
+    """Return the bytes of a model's weights, of which some are packed and others not yet."""
+    return sum(
+        packed[name].panels.nbytes if name in packed else parameter.nbytes
+        for name, parameter in module.named_parameters()
+    )

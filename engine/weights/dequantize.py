@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +22,41 @@ class WrongPartError(ValueError):
         self.role = role
 
 
+class Codes(NamedTuple):
+    """The stored values of a weight: it is ``(values - zeros) * scales``.
+
+    Attributes:
+        values: ``[..., outputs, inputs]``, of 8 bits or as uint8 of fewer bits.
+        scales: float32, which can be broadcast to the shape of the values.
+        zeros: the zero points, likewise, or None.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    @property
+    def has_scales_of_rows(self) -> bool:
+        """Whether all inputs of an output share a scale."""
+        return self.scales.ndim == 0 or self.scales.shape[-1] == 1
+
+
 def dequantize(quantization: Quantization, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a weight in float32: the product of its values, less zero points, and their scales.
+
+    The arguments and errors are those of ``read_codes``.
+    """
+    if quantization.method == "mxfp4":
+        return _mxfp4(parts)
+    codes = read_codes(quantization, parts)
+    values = codes.values.float()
+    if codes.zeros is not None:
+        values -= codes.zeros
+    return values.mul_(codes.scales)
+
+
+def read_codes(quantization: Quantization, parts: dict[str, torch.Tensor]) -> Codes:
+    """Return the codes of a weight of any format but MXFP4.
 
     Args:
         quantization: how the checkpoint is quantized.
@@ -32,8 +66,6 @@ def dequantize(quantization: Quantization, parts: dict[str, torch.Tensor]) -> to
     Raises:
         WrongPartError: a part has the wrong type, shape or values.
     """
-    if quantization.method == "mxfp4":
-        return _mxfp4(parts)
     if not parts["scales"].is_floating_point():
         raise WrongPartError("scales", f"is {parts['scales'].dtype}, not of floating point")
     if quantization.method in ("gptq", "awq"):
@@ -41,7 +73,7 @@ def dequantize(quantization: Quantization, parts: dict[str, torch.Tensor]) -> to
     return _scaled(parts, quantization.block)
 
 
-def _grouped(quantization: Quantization, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _grouped(quantization: Quantization, parts: dict[str, torch.Tensor]) -> Codes:
     """Return a weight [outputs, inputs] of GPTQ or AWQ, whose tensors are stored transposed."""
     bits, is_awq = quantization.bits, quantization.method == "awq"
     packed, zeros = parts["weight"], parts["zeros"]
@@ -71,8 +103,7 @@ def _grouped(quantization: Quantization, parts: dict[str, torch.Tensor]) -> torc
         # Some files name the other version than that of the zero points in them.
         zeros = torch.full_like(zeros, middle)
     scales = parts["scales"].float().t().contiguous()
-    values = codes.float().sub_(zeros.float().index_select(1, groups))
-    return values.mul_(scales.index_select(1, groups))
+    return Codes(codes, scales.index_select(1, groups), zeros.float().index_select(1, groups))
 
 
 def _mxfp4(parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -86,7 +117,7 @@ def _mxfp4(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     return values.mul_(torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(2).transpose(1, 2)
 
 
-def _scaled(parts: dict[str, torch.Tensor], block: tuple[int, int] | None) -> torch.Tensor:
+def _scaled(parts: dict[str, torch.Tensor], block: tuple[int, int] | None) -> Codes:
     """Return a weight [..., outputs, inputs] of FP8 or compressed-tensors."""
     weight, zeros, groups = parts["weight"], parts.get("zeros"), parts.get("groups")
     if "shape" in parts:
@@ -95,10 +126,9 @@ def _scaled(parts: dict[str, torch.Tensor], block: tuple[int, int] | None) -> to
         raise WrongPartError("weight", f"has the shape {tuple(weight.shape)}, not [outputs, inputs]")
     if groups is not None:
         _check_groups(groups, weight.shape[1], parts["scales"].shape[-1])
-    values = weight.float()
     if zeros is not None:
-        values -= _spread("zeros", zeros, weight.shape, block, groups)
-    return values.mul_(_spread("scales", parts["scales"], weight.shape, block, groups))
+        zeros = _spread("zeros", zeros, weight.shape, block, groups)
+    return Codes(weight, _spread("scales", parts["scales"], weight.shape, block, groups), zeros)
 
 
 def _unpack_compressed(parts: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

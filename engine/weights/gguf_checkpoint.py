@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,11 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
+from quire.engine.weights.checkpoint import weight_bytes
+from quire.engine.weights.dequantize import Codes
 from quire.engine.weights.lazy_tensor import LazyTensor
+from quire.engine.weights.packed_codes import pack, stand_in
+from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME
 from quire.models.gguf_header import read_header
@@ -39,6 +45,8 @@ class GgufCheckpoint:
     error: ModelFileError | None = None
 
     def __init__(self, folder: Path) -> None:
+        self.packed: dict[str, PackedWeight] = {}
+        """The weights that ``read_packed`` kept packed."""
         self._path = (folder / GGUF_NAME).resolve()
         self._header = read_header(self._path)
         config = AutoConfig.from_pretrained(folder)
@@ -86,52 +94,108 @@ class GgufCheckpoint:
             ModelFileError: a stored tensor has another shape than the model's.
         """
         whole = self._whole(name)
-        if whole.shape != self._shapes[name]:
-            stored, shape = self._parts[name][0], tuple(whole.shape)
-            self.error = damaged(
-                self._path, f"has a tensor {stored} of shape {shape} instead of {tuple(self._shapes[name])}"
-            )
-            raise self.error
+        self._check_shape(name, whole.shape)
         if part is None:
             return whole
         dimension, indices = part
         return whole[indices] if dimension == 0 else whole[:, indices]
 
+    def read_packed(self, name: str, part: tuple[int, slice] | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return what ``read`` does, or keep the weight packed and return a tensor that stands for it.
+
+        Args:
+            dtype: the model's dtype.
+        """
+        codes = self._codes(name)
+        if codes is not None:
+            self._check_shape(name, codes.values.shape)
+            packed = pack(codes, part, dtype, rounds_inputs=False)
+            if packed is not None:
+                self.packed[name] = packed
+                return stand_in(torch.Size((packed.out_features, packed.in_features)), dtype)
+        return self.read(name, part)
+
+    def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the bytes of the parts of a tensor, by their names in the file and their types."""
+        return {
+            f"{part} {self._header.tensors[part].kind.name}": torch.tensor(self._content(part))
+            for part in self._parts[name]
+        }
+
     def is_bias_of_zeros(self, name: str) -> bool:
         """Return False: a file has only the tensors of its model."""
         return False
 
-    def lazy_tensors(self) -> dict[str, LazyTensor]:
-        """Return all tensors, each of which is read when it is indexed."""
-        return {name: LazyTensor(self.read, name) for name in self._parts}
+    def lazy_tensors(self, packable: Set[str], dtype: torch.dtype) -> dict[str, LazyTensor]:
+        """Return all tensors, each of which is read when it is indexed; see ``Checkpoint.lazy_tensors``."""
+        packed = partial(self.read_packed, dtype=dtype)
+        return {name: LazyTensor(packed if name in packable else self.read, name) for name in self._parts}
 
     def log_memory(self, module: torch.nn.Module) -> None:
         """Log what the file is, and the memory that the weights of the model take."""
         kinds = Counter(tensor.kind.name for tensor in self._header.tensors.values())
         logger.info(
-            "dequantized %s: GGUF of %s, %.1f MiB, tensors in %s; the weights take %.1f MiB",
+            "%s: GGUF of %s, %.1f MiB, tensors in %s; %d run packed and others are dequantized; "
+            "the weights take %.1f MiB",
             self._path,
             self._header.architecture,
             self._path.stat().st_size / 2**20,
             ", ".join(f"{kind} ({number})" for kind, number in kinds.most_common()),
-            sum(parameter.nbytes for parameter in module.parameters()) / 2**20,
+            len(self.packed),
+            weight_bytes(module, self.packed) / 2**20,
         )
+
+    def _check_shape(self, name: str, shape: torch.Size) -> None:
+        if shape != self._shapes[name]:
+            stored, expected = self._parts[name][0], tuple(self._shapes[name])
+            self.error = damaged(
+                self._path, f"has a tensor {stored} of shape {tuple(shape)} instead of {expected}"
+            )
+            raise self.error
+
+    def _content(self, part: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        tensor = self._header.tensors[part]
+        content: np.ndarray[Any, np.dtype[np.uint8]] = self._data[
+            tensor.start : tensor.start + tensor.num_bytes
+        ]
+        return content
+
+    def _process(self, part: str, values: Any, together: dict[str, torch.Tensor]) -> Any:
+        return self._processor.process(
+            weights=values,
+            name=part,
+            tensor_key_mapping=self._names,
+            parsed_parameters={"tensors": together},
+        )
+
+    def _codes(self, name: str) -> Codes | None:
+        """Return the codes of a matrix in Q4_0 or Q8_0; None for any other tensor."""
+        (part, *others) = self._parts[name]
+        tensor = self._header.tensors[part]
+        num_bytes = _BLOCK_BYTES.get(tensor.kind)
+        if others or num_bytes is None or len(tensor.shape) != 2:
+            return None
+        # Some architectures store rows in another order.
+        places = np.repeat(np.arange(tensor.shape[0])[:, None], tensor.shape[1], axis=1)
+        order = np.asarray(self._process(part, places, {}).weights)[:, 0]
+        blocks = torch.tensor(self._content(part).reshape(tensor.shape[0], -1, num_bytes)[order])
+        scales = blocks[..., :2].view(torch.float16).float()
+        values, zeros = blocks[..., 2:], None
+        if tensor.kind == gguf.GGMLQuantizationType.Q4_0:
+            values, zeros = torch.cat((values & 15, values >> 4), dim=-1), torch.tensor(8.0)
+        else:
+            values = values.view(torch.int8)
+        return Codes(values.flatten(1), scales.expand(values.shape).flatten(1), zeros)
 
     def _whole(self, name: str) -> torch.Tensor:
         # Parts that make up one tensor, such as the gates of experts, are put into this dictionary.
         together: dict[str, torch.Tensor] = {}
         for part in sorted(self._parts[name]):
             tensor = self._header.tensors[part]
-            content = self._data[tensor.start : tensor.start + tensor.num_bytes]
-            rows = content.reshape(*tensor.shape[:-1], -1)
+            rows = self._content(part).reshape(*tensor.shape[:-1], -1)
             # Numpy has no bfloat16, so every tensor becomes float32, which loses nothing.
             values = gguf.dequantize(rows.view(_STORED.get(tensor.kind, np.uint8)), tensor.kind)
-            done: Any = self._processor.process(
-                weights=values.astype(np.float32, copy=False),
-                name=part,
-                tensor_key_mapping=self._names,
-                parsed_parameters={"tensors": together},
-            )
+            done = self._process(part, values.astype(np.float32, copy=False), together)
         if name in together:
             return together[name]
         return torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
@@ -139,3 +203,5 @@ class GgufCheckpoint:
 
 _STORED = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
 """Types of tensors that are no blocks of bytes."""
+_BLOCK_BYTES = {gguf.GGMLQuantizationType.Q4_0: 18, gguf.GGMLQuantizationType.Q8_0: 34}
+"""Bytes of a block of 32 weights: a float16 scale and their codes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +21,18 @@ from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.experts import pack_experts
 from quire.engine.model.latent_attention import keep_latents
-from quire.engine.model.packed_linear import pack_linear_layers
+from quire.engine.model.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
-from quire.engine.weights.digest import model_digest
 from quire.engine.weights.files import check_configuration, check_weights
 from quire.engine.weights.shared_module import load_shared, source_of
-from quire.engine.weights.sliced_weights import digest_of_whole, load_slices
+from quire.engine.weights.sliced_weights import digest_of, digest_of_whole, load_slices
 from quire.engine.weights.weights_file import WeightsFile
+from quire.kernels.cpu.linear import PackedWeight
 from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
 from quire.models.source import GENERATION_CONFIG, find_model
@@ -259,16 +260,14 @@ def _load_whole(
 ) -> _Loaded:
     check_weights(folder)
     with open_checkpoint(folder) as checkpoint:
-        module = _load_module(folder, config, dtype, checkpoint)
-    digest = _digest(folder, module, weight_dtype)
+        packs = device.type == "cpu" and weight_dtype == "auto"
+        module = _load_module(folder, config, dtype, checkpoint, packs)
+        state, packed = module.state_dict(), checkpoint.packed
+        digest = digest_of(folder, state, state.__getitem__, weight_dtype, checkpoint, packed)
     plan = read_plan(module)
-    module = _pack_module(module, device, weight_dtype, plan.num_segments(0, 1), arithmetic)
+    segments = plan.num_segments(0, 1)
+    module = _pack_module(module, device, weight_dtype, segments, arithmetic, packed)
     return _Loaded(module, digest, plan)
-
-
-def _digest(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
-    state = module.state_dict()
-    return model_digest(folder, state, state.__getitem__, weight_dtype)
 
 
 def _load_part(
@@ -281,17 +280,23 @@ def _load_part(
 ) -> _Loaded:
     check_weights(folder)
     rank, num_ranks = collectives.rank, collectives.num_ranks
-    module, plan = load_slices(folder, config, None if dtype == "auto" else DTYPES[dtype], rank, num_ranks)
-    digest = digest_of_whole(folder, module, weight_dtype) if rank == 0 else ""
+    chosen = None if dtype == "auto" else DTYPES[dtype]
+    module, plan, packed = load_slices(folder, config, chosen, rank, num_ranks)
+    digest = digest_of_whole(folder, module, weight_dtype, packed) if rank == 0 else ""
     segments = plan.num_segments(rank, num_ranks)
-    module = _pack_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic)
+    module = _pack_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic, packed)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
     return _Loaded(module, digest, plan)
 
 
 def _load_module(
-    folder: Path, config: PreTrainedConfig, dtype: str, checkpoint: Checkpoint | GgufCheckpoint
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    checkpoint: Checkpoint | GgufCheckpoint,
+    packs: bool,
 ) -> PreTrainedModel:
+    """Load a model; if ``packs`` is true, weights that kernels multiply as they are stored stay packed."""
     # Progress bars of transformers would garble the launcher's progress bar.
     transformers_logging.disable_progress_bar()
     model_class: Any = AutoModelForCausalLM
@@ -301,7 +306,7 @@ def _load_module(
             # Embedding models may have no output layer; all workers then have to make the same one.
             torch.manual_seed(0)
             if not checkpoint.is_plain:
-                model_class, source = _dequantized_source(folder, checkpoint)
+                model_class, source = _dequantized_source(folder, dtype, checkpoint, packs)
             module: PreTrainedModel = model_class.from_pretrained(
                 **source,
                 dtype="auto" if dtype == "auto" else DTYPES[dtype],
@@ -317,8 +322,10 @@ def _load_module(
     return module
 
 
-def _dequantized_source(folder: Path, checkpoint: Checkpoint | GgufCheckpoint) -> tuple[Any, dict[str, Any]]:
-    """Return a model's class, and the arguments that make it load dequantized tensors.
+def _dequantized_source(
+    folder: Path, dtype: str, checkpoint: Checkpoint | GgufCheckpoint, packs: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model's class, and the arguments that make it load packed and dequantized tensors.
 
     Transformers' own quantizers need GPUs or other packages for most formats.
     """
@@ -328,7 +335,9 @@ def _dequantized_source(folder: Path, checkpoint: Checkpoint | GgufCheckpoint) -
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
     outline.config.dtype = config.dtype or checkpoint.dtype
-    source = {"config": outline.config, "state_dict": checkpoint.lazy_tensors()}
+    packable = packable_weights(outline) if packs else set()
+    tensors = checkpoint.lazy_tensors(packable, DTYPES.get(dtype, outline.config.dtype))
+    source = {"config": outline.config, "state_dict": tensors}
     return type(outline), {"pretrained_model_name_or_path": None, **source}
 
 
@@ -338,13 +347,14 @@ def _pack_module(
     weight_dtype: str,
     num_segments: dict[str, int],
     arithmetic: str,
+    packed: Mapping[str, PackedWeight],
 ) -> PreTrainedModel:
     """Move a model to its device, and pack its weights there or fuse its layers."""
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         sums = choose_sums(arithmetic, module.dtype)
         keep_latents(module, weight_dtype, sums.name)
-        pack_linear_layers(module, weight_dtype, num_segments, sums.name)
+        pack_linear_layers(module, weight_dtype, num_segments, sums.name, packed)
         pack_experts(module, weight_dtype, sums.name)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             # A single tensor that still refers to the mapped file of weights would keep the whole file in

@@ -38,6 +38,8 @@ class Quantization:
     """Whether GPTQ stores zero points minus 1, as in its version 1."""
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale, where scales are for blocks."""
+    rounds_inputs: bool = False
+    """Whether the inputs of layers are rounded to 8 bits, with a scale for each token."""
 
     def __str__(self) -> str:
         return f"{self.method} with {self.bits} bits" if self.bits else self.method
@@ -125,12 +127,21 @@ def _read_compressed_tensors(found: dict[str, Any]) -> Quantization:
         # Scales of each token's activations only round them. Those of the file would also clip them.
         inputs = group.get("input_activations")
         _require(found, "input_activations.dynamic", not inputs or inputs.get("dynamic"), (True,))
+    rounds = [_rounds_inputs(group.get("input_activations")) for group in groups if group.get("weights")]
     blocks.discard(None)
     if len(blocks) > 1:
         raise UnsupportedModelError(
             f"block_structure of compressed-tensors has several values: {sorted(map(str, blocks))}"
         )
-    return Quantization("compressed-tensors", block=next(iter(blocks), None))
+    block = next(iter(blocks), None)
+    return Quantization("compressed-tensors", block=block, rounds_inputs=bool(rounds) and all(rounds))
+
+
+def _rounds_inputs(scheme: dict[str, Any] | None) -> bool:
+    """Return whether inputs are rounded to integers of 8 bits, with a scale for each token."""
+    if not scheme or scheme.get("strategy") != "token" or not scheme.get("symmetric", True):
+        return False
+    return (scheme.get("num_bits", 8), scheme.get("type", "int")) == (8, "int")
 
 
 def _require(found: dict[str, Any], name: str, value: Any, allowed: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.own_attention import implementation_at_load
+from quire.engine.model.packed_linear import packable_weights
 from quire.engine.model.parallel_layers import head_units
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.digest import model_digest
-from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.linear import UNIT, PackedWeight
 
 if TYPE_CHECKING:
     from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 
 def load_slices(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, rank: int, num_ranks: int
-) -> tuple[PreTrainedModel, ParallelPlan]:
+) -> tuple[PreTrainedModel, ParallelPlan, Mapping[str, PackedWeight]]:
     """Return a model whose divided layers have only this rank's weights, and the plan of the whole model.
+
+    Last come the weights that stay packed, by the names of the parameters that stand for them.
 
     Args:
         folder: the model's folder, with safetensors or a link to a GGUF file.
@@ -47,10 +51,11 @@ def load_slices(
         _check_dtype(model, dtype)
         _check_head(model, num_ranks)
         own = _slices(model, plan, rank, num_ranks)
-        tensors = {
-            name: checkpoint.read(name, own.get(name)).to(parameter.dtype)
-            for name, parameter in model.named_parameters()
-        }
+        packable = packable_weights(model)
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            read = partial(checkpoint.read_packed, dtype=dtype) if name in packable else checkpoint.read
+            tensors[name] = read(name, own.get(name)).to(parameter.dtype)
         for name, buffer in model.named_buffers():
             if name in checkpoint.names:
                 buffer.copy_(checkpoint.read(name, None))
@@ -60,11 +65,11 @@ def load_slices(
     _set_sizes(model, plan, rank, num_ranks)
     if rank == 0:
         checkpoint.log_memory(model)
-    return model, plan
+    return model, plan, checkpoint.packed
 
 
-def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) -> str:
-    """Return ``model_digest`` of the whole model; ``module`` has only slices of its weights."""
+def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str, packed: Iterable[str]) -> str:
+    """Return ``digest_of`` the whole model; ``module`` has only slices of its weights."""
     own = module.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     with open_checkpoint(folder) as checkpoint:
@@ -74,7 +79,37 @@ def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str) ->
             is_buffer = id(tensor) not in names
             return tensor if is_buffer else checkpoint.read(names[id(tensor)], None).to(tensor.dtype)
 
-        return model_digest(folder, own, read, weight_dtype)
+        return digest_of(folder, own, read, weight_dtype, checkpoint, packed)
+
+
+def digest_of(
+    folder: Path,
+    state: Mapping[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
+    weight_dtype: str,
+    checkpoint: Checkpoint | GgufCheckpoint,
+    packed: Iterable[str],
+) -> str:
+    """Return ``model_digest`` of a model, with the stored tensors in the place of packed weights.
+
+    Args:
+        state: the model's tensors, of which some stand for packed weights.
+        read: returns a tensor that is not packed, by its name.
+        checkpoint: what the weights are read from.
+        packed: the names of the packed weights.
+    """
+    # Tied weights have several names.
+    addresses = {state[name].data_ptr() for name in packed}
+    stored = {f"{name} {role}": (name, role) for name in packed for role in checkpoint.stored_parts(name)}
+
+    def read_any(name: str) -> torch.Tensor:
+        if name not in stored:
+            return read(name)
+        whole, role = stored[name]
+        return checkpoint.stored_parts(whole)[role]
+
+    names = [name for name, tensor in state.items() if tensor.data_ptr() not in addresses]
+    return model_digest(folder, [*names, *stored], read_any, weight_dtype)
 
 
 @contextmanager

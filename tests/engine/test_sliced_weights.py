@@ -34,7 +34,7 @@ def test_buffers_of_the_checkpoint_are_loaded(
     saved: Callable[[str], PreTrainedModel], tmp_path: Path
 ) -> None:
     whole = saved("apertus").state_dict()
-    own, _ = load_slices(tmp_path, AutoConfig.from_pretrained(tmp_path), torch.float32, 1, 2)
+    own, *_ = load_slices(tmp_path, AutoConfig.from_pretrained(tmp_path), torch.float32, 1, 2)
     buffers = {name: buffer for name, buffer in own.named_buffers() if name in whole}
     assert "model.layers.0.mlp.act_fn.beta" in buffers
     assert all(torch.equal(buffer, whole[name]) for name, buffer in buffers.items())
