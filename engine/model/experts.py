@@ -5,6 +5,8 @@ transformers calls them through its experts interface. The weights of each exper
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +16,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from quire.engine.model.check import UnsupportedModelError, refusing
 from quire.engine.model.packed_linear import pack_weight
 from quire.kernels.cpu.grouped_linear import WeightGroup, grouped_sums
+from quire.kernels.cpu.linear import PackedWeight
 
 _IMPLEMENTATION = "quire"
 _TOLERANCE = 0.3
 """Largest relative error of packed experts; wrong computations have errors of about 1, 4-bit weights 0.1."""
+_NAMES = ("gate_up_proj", "up_proj", "down_proj")
 _NUM_TESTED = 4
 """Tokens with which packed experts are compared with the module's own code."""
 
@@ -68,42 +72,68 @@ def register() -> None:
 
 
 @torch.inference_mode()
-def pack_experts(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> None:
+def pack_experts(
+    model: torch.nn.Module,
+    weight_dtype: str,
+    arithmetic: str,
+    stored: Mapping[str, list[PackedWeight]] = MappingProxyType({}),
+) -> None:
     """Pack the weights of a model's experts on the CPU, and compute them by ``compute_experts``.
 
     Args:
         model: the model.
         weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``.
         arithmetic: the order of sums of weights that are not quantized, see ``pack``.
+        stored: weights that the checkpoint has packed already, by the names of the model's parameters.
 
     Raises:
         UnsupportedModelError: the experts compute something else than transformers' interface says.
         SettingError: the weights cannot be quantized.
     """
-    experts: list[Any] = [each for each in model.modules() if hasattr(each, "has_post_expert_norm")]
-    for module in experts:
+    experts = _find_experts(model)
+    for module in experts.values():
         module.config._experts_implementation = "eager"
-    for module in experts:
+    for path, module in experts.items():
+        own = {name: stored.get(f"{path}.{name}") for name in _NAMES}
+        for name, weights in own.items():
+            if weights is not None:
+                # The test needs the plain weights of this module.
+                stacked = torch.stack([each.unpack() for each in weights])
+                plain = stacked.transpose(1, 2) if module.is_transposed else stacked
+                setattr(module, name, torch.nn.Parameter(plain, requires_grad=False))
         test = _test_inputs(module)
         with refusing(f"has experts that need other arguments, {type(module).__name__}"):
             expected = module(*test).float()
-        up = _pack(module, "gate_up_proj" if module.has_gate else "up_proj", weight_dtype, arithmetic)
-        module.packed = PackedExperts(up, _pack(module, "down_proj", weight_dtype, arithmetic))
+        names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        module.packed = PackedExperts(
+            *(_pack(module, name, weight_dtype, arithmetic, own[name]) for name in names)
+        )
         error = (compute_experts(module, *test).float() - expected).norm() / expected.norm()
         if not error <= _TOLERANCE:
             raise UnsupportedModelError(
                 f"the results of {type(module).__name__} differ by {error:.0%} from transformers' interface"
             )
-    for module in experts:
+    for module in experts.values():
         module.config._experts_implementation = _IMPLEMENTATION
 
 
-def _pack(module: Any, name: str, weight_dtype: str, arithmetic: str) -> WeightGroup:
-    """Pack and delete a parameter of experts, and its biases if there are any."""
+def packable_experts(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that only become packed weights of experts."""
+    return {f"{path}.{name}" for path in _find_experts(model) for name in _NAMES}
+
+
+def _find_experts(model: torch.nn.Module) -> dict[str, Any]:
+    return {path: each for path, each in model.named_modules() if hasattr(each, "has_post_expert_norm")}
+
+
+def _pack(
+    module: Any, name: str, weight_dtype: str, arithmetic: str, weights: list[PackedWeight] | None
+) -> WeightGroup:
+    """Delete a parameter of experts; return its weights, which are packed unless they are given."""
     stacked = getattr(module, name).detach()
     if module.is_transposed:
         stacked = stacked.transpose(1, 2)
-    weights = [pack_weight(name, each, weight_dtype, arithmetic) for each in stacked]
+    weights = weights or [pack_weight(name, each, weight_dtype, arithmetic) for each in stacked]
     biases = getattr(module, f"{name}_bias") if module.has_bias else None
     delattr(module, name)
     return WeightGroup(weights, biases)

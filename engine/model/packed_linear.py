@@ -92,7 +92,7 @@ def pack_linear_layers(
     weight_dtype: str = "auto",
     num_segments: Mapping[str, int] | None = None,
     arithmetic: str = FLOAT32,
-    stored: Mapping[str, PackedWeight] = MappingProxyType({}),
+    stored: Mapping[str, list[PackedWeight]] = MappingProxyType({}),
 ) -> None:
     """Replace a model's linear layers on the CPU, and the embeddings that share a weight with one of them.
 
@@ -107,7 +107,7 @@ def pack_linear_layers(
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if name in stored}
-    at_addresses = {parameter.data_ptr(): stored[name] for name, parameter in parameters.items()}
+    at_addresses = {parameter.data_ptr(): stored[name][0] for name, parameter in parameters.items()}
     embeddings = _find_embeddings(model)
     # This list has only the layers' parents, so each layer's weight is freed before the next layer is packed.
     parents = [(name, each) for name, each in model.named_modules() if any(True for _ in each.children())]

@@ -16,7 +16,7 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
 from quire.engine.weights.files import weight_files
 from quire.engine.weights.lazy_tensor import LazyTensor
-from quire.engine.weights.packed_codes import pack, stand_in
+from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in
 from quire.engine.weights.quantization import read_quantization
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
@@ -91,8 +91,8 @@ class Checkpoint:
         self.quantization = read_quantization(read_object(folder / "config.json"))
         self.error: ModelFileError | None = None
         """First error of a read, for callers that see it only through transformers."""
-        self.packed: dict[str, PackedWeight] = {}
-        """The weights that ``read_packed`` kept packed."""
+        self.packed: dict[str, list[PackedWeight]] = {}
+        """The weights that ``read_packed`` kept packed: one, or one for each expert."""
         self._files: list[Any] = []
         self._owners: dict[str, tuple[Path, Any]] = {}
         for name in weight_files(folder):
@@ -150,13 +150,18 @@ class Checkpoint:
         Args:
             dtype: the model's dtype.
         """
-        if name in self._parts and self.quantization and self.quantization.method != "mxfp4":
-            codes = self._decoded(name, read_codes)
-            packed = pack(codes, part, dtype, self.quantization.rounds_inputs)
-            if packed is not None:
-                self.packed[name] = packed
-                return stand_in(torch.Size((packed.out_features, packed.in_features)), dtype)
-        return self.read(name, part)
+        if name not in self._parts or self.quantization is None:
+            return self.read(name, part)
+        if self.quantization.method == "mxfp4":
+            experts = self._decoded(name, lambda _, parts: pack_mxfp4(parts, dtype))
+            self.packed[name] = experts
+            return stand_in((len(experts), experts[0].in_features, experts[0].out_features), dtype)
+        codes = self._decoded(name, read_codes)
+        packed = pack(codes, part, dtype, self.quantization.rounds_inputs)
+        if packed is None:
+            return self.read(name, part)
+        self.packed[name] = [packed]
+        return stand_in((packed.out_features, packed.in_features), dtype)
 
     def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
         """Return the stored tensors of a quantized one by their roles."""
@@ -248,9 +253,9 @@ class Checkpoint:
             raise self.error from error
 
 
-def weight_bytes(module: torch.nn.Module, packed: Mapping[str, PackedWeight]) -> int:
+def weight_bytes(module: torch.nn.Module, packed: Mapping[str, list[PackedWeight]]) -> int:
     """Return the bytes of a model's weights, of which some are packed and others not yet."""
     return sum(
-        packed[name].panels.nbytes if name in packed else parameter.nbytes
+        sum(each.panels.nbytes for each in packed[name]) if name in packed else parameter.nbytes
         for name, parameter in module.named_parameters()
     )

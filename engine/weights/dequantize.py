@@ -108,13 +108,24 @@ def _grouped(quantization: Quantization, parts: dict[str, torch.Tensor]) -> Code
 
 def _mxfp4(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the weights [experts, inputs, outputs] of blocks [experts, outputs, groups, 16]."""
+    scales = scales_of_mxfp4(parts)
+    blocks = parts["weight"]
+    pairs = torch.tensor([[low, high] for high in _E2M1 for low in _E2M1])
+    values = pairs.index_select(0, blocks.flatten().int()).view(*blocks.shape[:3], 32)
+    return values.mul_(scales.unsqueeze(-1)).flatten(2).transpose(1, 2)
+
+
+def scales_of_mxfp4(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return float32 scales [experts, outputs, groups]; both stored tensors have the right types and shapes.
+
+    Raises:
+        WrongPartError: one has not.
+    """
     blocks, scales = parts["weight"], parts["scales"]
     _check_dimensions("weight", blocks, 4)
     _check("weight", blocks, (*blocks.shape[:3], 16), torch.uint8)
     _check("scales", scales, blocks.shape[:3], torch.uint8)
-    pairs = torch.tensor([[low, high] for high in _E2M1 for low in _E2M1])
-    values = pairs.index_select(0, blocks.flatten().int()).view(*blocks.shape[:3], 32)
-    return values.mul_(torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(2).transpose(1, 2)
+    return torch.exp2(scales.float() - 127)
 
 
 def _scaled(parts: dict[str, torch.Tensor], block: tuple[int, int] | None) -> Codes:

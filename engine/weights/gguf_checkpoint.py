@@ -45,8 +45,8 @@ class GgufCheckpoint:
     error: ModelFileError | None = None
 
     def __init__(self, folder: Path) -> None:
-        self.packed: dict[str, PackedWeight] = {}
-        """The weights that ``read_packed`` kept packed."""
+        self.packed: dict[str, list[PackedWeight]] = {}
+        """The weights that ``read_packed`` kept packed, each alone in a list."""
         self._path = (folder / GGUF_NAME).resolve()
         self._header = read_header(self._path)
         config = AutoConfig.from_pretrained(folder)
@@ -111,8 +111,8 @@ class GgufCheckpoint:
             self._check_shape(name, codes.values.shape)
             packed = pack(codes, part, dtype, rounds_inputs=False)
             if packed is not None:
-                self.packed[name] = packed
-                return stand_in(torch.Size((packed.out_features, packed.in_features)), dtype)
+                self.packed[name] = [packed]
+                return stand_in((packed.out_features, packed.in_features), dtype)
         return self.read(name, part)
 
     def stored_parts(self, name: str) -> dict[str, torch.Tensor]:

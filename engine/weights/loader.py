@@ -19,7 +19,7 @@ from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
-from quire.engine.model.experts import pack_experts
+from quire.engine.model.experts import pack_experts, packable_experts
 from quire.engine.model.latent_attention import keep_latents
 from quire.engine.model.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.model.parallel_layers import connect_ranks
@@ -335,7 +335,7 @@ def _dequantized_source(
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
     outline.config.dtype = config.dtype or checkpoint.dtype
-    packable = packable_weights(outline) if packs else set()
+    packable = packable_weights(outline) | packable_experts(outline) if packs else set()
     tensors = checkpoint.lazy_tensors(packable, DTYPES.get(dtype, outline.config.dtype))
     source = {"config": outline.config, "state_dict": tensors}
     return type(outline), {"pretrained_model_name_or_path": None, **source}
@@ -347,7 +347,7 @@ def _pack_module(
     weight_dtype: str,
     num_segments: dict[str, int],
     arithmetic: str,
-    packed: Mapping[str, PackedWeight],
+    packed: Mapping[str, list[PackedWeight]],
 ) -> PreTrainedModel:
     """Move a model to its device, and pack its weights there or fuse its layers."""
     module = module.to(device).eval().requires_grad_(False)
@@ -355,7 +355,7 @@ def _pack_module(
         sums = choose_sums(arithmetic, module.dtype)
         keep_latents(module, weight_dtype, sums.name)
         pack_linear_layers(module, weight_dtype, num_segments, sums.name, packed)
-        pack_experts(module, weight_dtype, sums.name)
+        pack_experts(module, weight_dtype, sums.name, packed)
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             # A single tensor that still refers to the mapped file of weights would keep the whole file in
             # memory.

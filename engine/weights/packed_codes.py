@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.weights.dequantize import Codes
-from quire.kernels.cpu.coded_product import E4M3, INT4, INT8, UINT4, ZERO_MASK
+from quire.engine.weights.dequantize import Codes, scales_of_mxfp4
+from quire.kernels.cpu.coded_product import E2M1, E4M3, INT4, INT8, UINT4, ZERO_MASK
 from quire.kernels.cpu.coded_weight import pack_codes
 from quire.kernels.cpu.integer_product import MOST_INPUTS
 from quire.kernels.cpu.integer_weight import pack_integers
@@ -66,6 +66,19 @@ def pack(
     return pack_codes(values, scales, zeros if coding == UINT4 else None, coding, dtype)
 
 
+def pack_mxfp4(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> list[PackedWeight]:
+    """Return the weights of experts in MXFP4.
+
+    Raises:
+        WrongPartError: a part has the wrong type or shape.
+    """
+    scales, blocks = scales_of_mxfp4(parts), parts["weight"]
+    return [
+        pack_codes(torch.stack((each & 15, each >> 4), dim=-1).flatten(1), own, None, E2M1, dtype)
+        for each, own in zip(blocks, scales, strict=True)
+    ]
+
+
 def _by_group(numbers: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
     """Return numbers of inputs for each group of ``GROUP`` inputs; None if they differ within a group."""
     if numbers is None:
@@ -75,6 +88,6 @@ def _by_group(numbers: torch.Tensor | None, values: torch.Tensor) -> torch.Tenso
     return first if (groups == first.unsqueeze(-1)).all() else None
 
 
-def stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory that stands for a packed weight until layers get their weights."""
     return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.experts import packable_experts
 from quire.engine.model.own_attention import implementation_at_load
 from quire.engine.model.packed_linear import packable_weights
 from quire.engine.model.parallel_layers import head_units
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def load_slices(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, rank: int, num_ranks: int
-) -> tuple[PreTrainedModel, ParallelPlan, Mapping[str, PackedWeight]]:
+) -> tuple[PreTrainedModel, ParallelPlan, Mapping[str, list[PackedWeight]]]:
     """Return a model whose divided layers have only this rank's weights, and the plan of the whole model.
 
     Last come the weights that stay packed, by the names of the parameters that stand for them.
@@ -51,11 +52,15 @@ def load_slices(
         _check_dtype(model, dtype)
         _check_head(model, num_ranks)
         own = _slices(model, plan, rank, num_ranks)
-        packable = packable_weights(model)
+        packable = packable_weights(model) | packable_experts(model)
         tensors = {}
         for name, parameter in model.named_parameters():
             read = partial(checkpoint.read_packed, dtype=dtype) if name in packable else checkpoint.read
             tensors[name] = read(name, own.get(name)).to(parameter.dtype)
+        if any(each.rounds_inputs for weights in checkpoint.packed.values() for each in weights):
+            raise UnsupportedModelError(
+                "ranks cannot divide W8A8 layers: the scale of a token's inputs depends on all of them"
+            )
         for name, buffer in model.named_buffers():
             if name in checkpoint.names:
                 buffer.copy_(checkpoint.read(name, None))

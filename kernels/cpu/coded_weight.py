@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numba import from_dtype
 
 from quire.kernels.cpu.coded_product import CODINGS, UINT4, ZERO_MASK, place_in_word
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
 from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
 
+_BYTES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+"""The torch dtype of codes of 8 bits, by the field of their NumPy type."""
 _ORDER = sorted(range(8), key=lambda number: place_in_word(number, 4))
 """The inputs of a word of 4-bit codes, from the lowest bits on."""
 
@@ -44,7 +47,7 @@ class CodedWeight(PackedWeight):
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the dequantized weight, ``[*indices.shape, in_features]``."""
-        coding, columns = CODINGS[_numba_type(self.coding)], indices % TILE_COLUMNS
+        coding, columns = CODINGS[from_dtype(self.coding)], indices % TILE_COLUMNS
         num_bytes = coding.group_bytes - 4 * TILE_COLUMNS
         panels = self.panels[indices // TILE_COLUMNS]
         chosen = columns[..., None, None].expand(*panels.shape[:-1], 1)
@@ -61,15 +64,6 @@ class CodedWeight(PackedWeight):
             values = values - (words & ZERO_MASK)
             words = words & ~ZERO_MASK
         return (values * words.view(torch.float32)).flatten(-2).to(self.unpacked_dtype)
-
-
-_BYTES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
-
-
-def _numba_type(coding: Any) -> Any:
-    from numba import from_dtype
-
-    return from_dtype(coding)
 
 
 def pack_codes(
@@ -95,10 +89,10 @@ def pack_codes(
         assert zeros is not None
         words = words | zeros.to(torch.int32)
     octets = codes.contiguous().view(torch.uint8)
-    if CODINGS[_numba_type(coding)].table is not None:
+    if CODINGS[from_dtype(coding)].table is not None:
         ordered = octets.unflatten(1, (-1, 8))[..., _ORDER]
         octets = (ordered[..., ::2] | ordered[..., 1::2] << 4).flatten(1)
-    per_row = 4 if CODINGS[_numba_type(coding)].table else 1
+    per_row = 4 if CODINGS[from_dtype(coding)].table else 1
     num_panels = num_padded_panels(out_features)
     padding = (0, 0, 0, num_panels * TILE_COLUMNS - out_features)
     octets, words = (torch.nn.functional.pad(each, padding) for each in (octets, words))

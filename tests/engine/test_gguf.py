@@ -19,8 +19,10 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import dequant
 
+from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
 from quire.engine.weights.checkpoint import open_checkpoint
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.kernels.cpu.coded_weight import CodedWeight
 from quire.llm import LLM, SamplingParams
 from quire.models.file_checks import ModelFileError
 from quire.models.gguf_conversion import write_folder
@@ -135,6 +137,21 @@ def test_the_engine_answers_as_with_the_dequantized_weights(
     assert "GGUF of llama, 0." in line
     assert "Q8_0 (" in line
     assert "Q4_0 (" in line
+    assert f"{22 if weight_dtype == 'auto' else 0} run packed" in line
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0])
+def test_a_tied_embedding_reads_the_packed_codes_of_the_output_layer(kind: Kind, tmp_path: Path) -> None:
+    tied = make_random_model("llama", tmp_path / "tied", tie_word_embeddings=True)
+    folder = convert(write_gguf(tied, tmp_path / "model.gguf", kind))
+    model, plain = (load_model(str(each), "float32", CPU) for each in (folder, dequantized(folder, tied)))
+    embedding, head = model.module.get_input_embeddings(), model.module.get_output_embeddings()
+    assert isinstance(embedding, PackedEmbedding)
+    assert isinstance(head, PackedLinear)
+    assert isinstance(head.packed, CodedWeight)
+    assert embedding.packed is head.packed
+    assert model.recipe is not None
+    assert answer(model) == answer(plain)
 
 
 def mixed(name: str) -> Kind:

@@ -10,20 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
+from quire.engine.model import attention
+from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.sliced_weights import load_slices
 from quire.engine.weights.weights_file import create_weights_file
-from quire.kernels.cpu.coded_product import E4M3, INT4, INT8, UINT4
+from quire.kernels.cpu.coded_product import E2M1, E4M3, INT4, INT8, UINT4
 from quire.kernels.cpu.coded_weight import CodedWeight
 from quire.kernels.cpu.integer_weight import IntegerWeight, quantize_rows
 from quire.llm import LLM, SamplingParams
-from tests.testing.quantized_weights import awq, compressed_integers, gptq, save_quantized, scaled
+from tests.testing.quantized_weights import awq, compressed_integers, gptq, mxfp4, save_quantized, scaled
 from tests.testing.tiny_engine import make_prompt
 from tests.testing.tiny_models import make_random_model
 
 CPU = torch.device("cpu")
-_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True}
 
 
 def compressed(activations: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
@@ -109,6 +112,13 @@ def test_w8a8_rounds_inputs_and_sums_integers(tmp_path: Path) -> None:
     assert model.recipe is not None
 
 
+def test_ranks_refuse_w8a8(tmp_path: Path) -> None:
+    attention.register()
+    quantized, _ = save("w8a8", tmp_path, intermediate_size=256)
+    with pytest.raises(UnsupportedModelError, match="ranks cannot divide W8A8 layers"):
+        load_slices(quantized, AutoConfig.from_pretrained(quantized), torch.float32, 0, 2)
+
+
 def test_a_scale_that_differs_within_a_group_of_the_kernels_is_dequantized(tmp_path: Path) -> None:
     plain = make_random_model("llama", tmp_path / "plain")
     settings = {"quant_method": "fp8", "weight_block_size": [40, 56]}
@@ -154,6 +164,18 @@ def test_workers_share_packed_weights(tmp_path: Path) -> None:
             assert torch.equal(layers[0].packed.panels, layers[1].packed.panels)
     finally:
         file.close()
+
+
+def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
+    plain = make_random_model("gpt_oss", tmp_path / "plain")
+    quantized = tmp_path / "quantized"
+    save_quantized(plain, quantized, {"quant_method": "mxfp4"}, mxfp4, ".experts.")
+    model = load_model(str(quantized), "float32", CPU)
+    groups = [each.packed for each in model.module.modules() if hasattr(each, "has_post_expert_norm")]
+    assert len(groups) == 3
+    for both in groups:
+        assert {each.stored for group in both for each in group.weights} == {E2M1}
+    assert answers(quantized) == answers(plain)
 
 
 @pytest.mark.slow
