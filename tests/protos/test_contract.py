@@ -42,7 +42,7 @@ def test_the_protos_are_in_style(image: Path) -> None:
 
 
 def test_nothing_of_the_contract_was_broken(image: Path) -> None:
-    """If it was, on purpose: write protos/baseline.binpb anew, as CONTRIBUTING.md says, and tell the users."""
+    """If it was, on purpose: write protos/baseline.binpb anew, as CONTRIBUTING.md says, and tell users."""
     assert buf("breaking", image, "--against", BASELINE) == ""
 
 
