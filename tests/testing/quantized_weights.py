@@ -153,6 +153,7 @@ def save_quantized(
     configuration: dict[str, Any],
     quantize: Callable[[torch.Tensor], Quantized],
     layers: str = "_proj",
+    left_out: str = "layers.1.self_attn.k_proj",
 ) -> None:
     """Save a model with quantized weights, and put the weights that these stand for into the plain model.
 
@@ -161,7 +162,8 @@ def save_quantized(
         quantized: the folder to create.
         configuration: the ``quantization_config``.
         quantize: packs a weight.
-        layers: the name of each weight to quantize has this. The second layer's ``k_proj`` is left out.
+        layers: the name of each weight to quantize has this.
+        left_out: the names of other weights have this.
     """
     shutil.copytree(plain, quantized)
     settings = json.loads((plain / "config.json").read_text())
@@ -169,7 +171,7 @@ def save_quantized(
     stored: dict[str, torch.Tensor] = {}
     weights = load_file(plain / "model.safetensors")
     for name, weight in weights.items():
-        if layers in name and weight.ndim > 1 and "bias" not in name and "layers.1.self_attn.k" not in name:
+        if layers in name and weight.ndim > 1 and "bias" not in name and left_out not in name:
             parts, weights[name] = quantize(weight)
             stored |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
         else:
