@@ -16,7 +16,7 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
 from quire.engine.weights.files import weight_files
 from quire.engine.weights.lazy_tensor import LazyTensor
-from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in
+from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in, weight_bytes
 from quire.engine.weights.quantization import read_quantization
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
@@ -251,11 +251,3 @@ class Checkpoint:
         except WrongPartError as error:
             self.error = self._wrong(self._parts[name][error.role], str(error))
             raise self.error from error
-
-
-def weight_bytes(module: torch.nn.Module, packed: Mapping[str, list[PackedWeight]]) -> int:
-    """Return the bytes of a model's weights, of which some are packed and others not yet."""
-    return sum(
-        sum(each.panels.nbytes for each in packed[name]) if name in packed else parameter.nbytes
-        for name, parameter in module.named_parameters()
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from quire.engine.weights.dequantize import Codes, scales_of_mxfp4
@@ -91,3 +93,11 @@ def _by_group(numbers: torch.Tensor | None, values: torch.Tensor) -> torch.Tenso
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory that stands for a packed weight until layers get their weights."""
     return torch.full((1,) * len(shape), torch.nan, dtype=dtype).expand(shape)
+
+
+def weight_bytes(module: torch.nn.Module, packed: Mapping[str, list[PackedWeight]]) -> int:
+    """Return the bytes of a model's weights, of which some are packed and others not yet."""
+    return sum(
+        sum(each.panels.nbytes for each in packed[name]) if name in packed else parameter.nbytes
+        for name, parameter in module.named_parameters()
+    )
