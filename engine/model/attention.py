@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from quire.engine.model.latent_attention import latent_expansion
 from quire.kernels import ops
 from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.short_convolution import Convolution, short_convolution
 
 IMPLEMENTATION = "quire"
 
@@ -51,9 +52,12 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    convolution: Convolution | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
+
+    A layer with a short convolution gives its inputs as queries, and half of them each as keys and values.
 
     Args:
         query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
@@ -79,6 +83,8 @@ def attend(
         kv_layer, kv_scales = _own_part(kv_layer, kv_scales, key.shape[1], key.shape[-1])
     queries = query[0].transpose(0, 1)
     ops.write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv_layer, metadata.slot_mapping, kv_scales)
+    if convolution is not None:
+        return short_convolution(queries, kv_layer, metadata, convolution, kv_scales)[None], None
     output = ops.paged_attention(
         queries if expansion is None else expansion.queries(queries),
         kv_layer,

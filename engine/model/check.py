@@ -127,7 +127,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     with refusing("has attention masks that cannot be checked"):
         functions = [observer.function_of(each.mask) for each in seen]
         windows = [call.window for call in calls]
-        problem = mask_problem(windows, functions, getattr(config, "layer_types", None), num_positions)
+        problem = mask_problem(windows, functions, _types_of_calls(seen, config), num_positions)
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
     sizes = {(each.key[1], shape[3]) for each in seen for shape in (each.key, each.value)}
@@ -176,6 +176,15 @@ def _observe(
         _Observed(layer, call, attention_mask, key.shape, value_shape, latent_dim, paged_step is None)
     )
     return query.new_zeros((*query.shape[:1], *query.shape[2:0:-1], size)), None
+
+
+def _types_of_calls(seen: Sequence[_Observed], config: Any) -> list[str] | None:
+    """Return the configured type of the layer of each call of attention; None if layers have no types."""
+    types = getattr(config, "layer_types", None)
+    numbers = {layer: number for number, layer in enumerate(dict.fromkeys(each.layer for each in seen))}
+    if types is None or len(types) != len(numbers):
+        return types
+    return [types[numbers[each.layer]] for each in seen]
 
 
 def _number(layers: Sequence[torch.nn.Module]) -> None:

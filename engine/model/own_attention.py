@@ -1,4 +1,4 @@
-"""Lets models with attention code of their own use transformers' attention interface.
+"""Lets layers with code of their own use transformers' attention interface: attention and short convolutions.
 
 For each of these models a function here replaces the part of a layer that leads from its queries, keys and
 values to its output. Everything else stays the model's own, and so do the weights. For eager attention, the
@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.convolution_layers import run_short_convolution
 
 Attend = Callable[..., torch.Tensor]
 """Attention of a layer: returns ``[1, num_tokens, num_heads, head_dim]`` for ``[1, num_heads, num_tokens,
@@ -36,6 +37,13 @@ class _Replacement(NamedTuple):
 def implementation_at_load(config: PreTrainedConfig) -> str:
     """Return the attention implementation that a model must be made with."""
     return "eager" if config.get_text_config().model_type in _REPLACEMENTS else attention.IMPLEMENTATION
+
+
+def kinds_of_layers(config: Any) -> frozenset[str]:
+    """Return the kinds of a model's layers that are no attention, but keep what they need in KV blocks."""
+    replacement = _REPLACEMENTS.get(config.model_type)
+    is_convolution = replacement is not None and replacement.function is run_short_convolution
+    return frozenset({"conv"} if is_convolution else ())
 
 
 def connect(model: PreTrainedModel) -> None:
@@ -201,6 +209,9 @@ _REPLACEMENTS = {
     "gpt_neo": _Replacement("GPTNeoSelfAttention", "_attn", _gpt_neo),
     "gpt_neox_japanese": _Replacement("GPTNeoXJapaneseAttention", "_attn", _from_heads),
     "gptj": _Replacement("GPTJAttention", "_attn", _from_heads),
+    "lfm2": _Replacement("Lfm2ShortConv", "forward", run_short_convolution),
+    "lfm2_moe": _Replacement("Lfm2MoeShortConv", "forward", run_short_convolution),
+    "lfm3": _Replacement("Lfm3ShortConv", "forward", run_short_convolution),
     "megatron-bert": _Replacement("MegatronBertSelfAttention", "forward", _bert),
     "mpt": _Replacement("MptAttention", "forward", _mpt, needs_mask=True),
     "mvp": _Replacement("MvpAttention", "forward", _xglm),

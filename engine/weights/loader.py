@@ -373,7 +373,8 @@ def check_supported(config: Any) -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    paged = {"full_attention", "sliding_attention", *own_attention.kinds_of_layers(config)}
+    kinds = set(getattr(config, "layer_types", None) or ()) - paged
     if kinds:
         raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
 

@@ -43,6 +43,14 @@ _LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+# The inputs of a convolution fill the keys and values of two layers, and a part of the second.
+_CONVOLUTIONS = {
+    **_COMMON,
+    "hidden_size": 96,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
@@ -55,6 +63,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 24}),
     "gemma2": ("Gemma2Config", {**_GROUPED, "sliding_window": 24, "attn_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3TextConfig", {**_GROUPED, "sliding_window": 24, "num_hidden_layers": 7}),
+    "lfm2": ("Lfm2Config", {**_CONVOLUTIONS, "conv_bias": True}),
+    "lfm2_moe": ("Lfm2MoeConfig", {**_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 1}),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            **_CONVOLUTIONS,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+        },
+    ),
     "gpt2": ("GPT2Config", _COMMON),
     "gpt_neox": ("GPTNeoXConfig", _COMMON),
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),

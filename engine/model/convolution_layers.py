@@ -1,0 +1,49 @@
+"""Layers with a short convolution, as in LFM2: they keep their inputs in KV blocks, as attention keeps its keys.
+
+Such a layer sums the last few inputs of each channel. To the blocks it is therefore a layer with a window of so
+many tokens, and whatever moves, shares, drops or restores blocks needs to know nothing about it. The inputs of a
+token fill the keys and values of one layer or of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.kernels.short_convolution import Convolution
+
+
+def run_short_convolution(
+    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """Run a layer like ``Lfm2ShortConv`` with the inputs of earlier tokens from KV blocks.
+
+    Args:
+        layer: the layer.
+        attend: attention with an argument ``convolution``; see ``attention.attend``.
+        hidden_states: ``[1, num_tokens, num_channels]``.
+    """
+    config = layer.config
+    num_heads = 2 * config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    factor, output_factor, hidden_states = layer.in_proj(hidden_states).chunk(3, dim=-1)
+    inputs = _parts((factor * hidden_states)[0], num_heads, head_dim)
+    taps = _parts(layer.conv.weight[:, 0].T, num_heads, head_dim)
+    bias = None if layer.conv.bias is None else _parts(layer.conv.bias[None], num_heads, head_dim)
+    sums = []
+    for index, part in enumerate(inputs):
+        convolution = Convolution(taps[index], None if bias is None else bias[index][0])
+        query = part.transpose(0, 1)[None]
+        key, value = query.chunk(2, dim=1)
+        output = attend(query, key, value, sliding_window=len(taps[index]), convolution=convolution)
+        sums.append(output.flatten(2))
+    return layer.out_proj(output_factor * torch.cat(sums, dim=-1)[..., : hidden_states.shape[-1]])  # type: ignore[no-any-return]
+
+
+def _parts(channels: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    """Divide ``[rows, num_channels]`` into ``[rows, num_heads, head_dim]`` each; zeros fill the last part."""
+    missing = -channels.shape[-1] % (num_heads * head_dim)
+    padded = torch.nn.functional.pad(channels, (0, missing))
+    return padded.unflatten(-1, (-1, num_heads, head_dim)).unbind(1)
