@@ -35,7 +35,7 @@ def short_convolution(
     """Return ``sum(taps[k] * input of the token num_taps - 1 - k positions before) + bias`` for each token.
 
     The terms are added in this order, in float32 and without fused multiplications, and the sum is rounded
-    once. There is no term for a position before the sequence. The inputs of all tokens must have been written.
+    once. There is no term for a position before the sequence. The inputs must have been written.
 
     Args:
         inputs: ``[num_tokens, num_heads, head_dim]``, those of the new tokens.

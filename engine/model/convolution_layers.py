@@ -1,8 +1,8 @@
-"""Layers with a short convolution, as in LFM2: they keep their inputs in KV blocks, as attention keeps its keys.
+"""Layers with a short convolution, as in LFM2: they keep their inputs in KV blocks.
 
-Such a layer sums the last few inputs of each channel. To the blocks it is therefore a layer with a window of so
-many tokens, and whatever moves, shares, drops or restores blocks needs to know nothing about it. The inputs of a
-token fill the keys and values of one layer or of several.
+Such a layer sums the last few inputs of each channel. To the blocks it is therefore a layer with a window of
+so many tokens, and whatever moves, shares, drops or restores blocks needs to know nothing about it. The
+inputs of a token fill the keys and values of one layer or of several.
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ def _parts(channels: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch
     """Divide ``[rows, num_channels]`` into ``[rows, num_heads, head_dim]`` each; zeros fill the last part."""
     missing = -channels.shape[-1] % (num_heads * head_dim)
     padded = torch.nn.functional.pad(channels, (0, missing))
-    return padded.unflatten(-1, (-1, num_heads, head_dim)).unbind(1)
+    return torch.unbind(padded.unflatten(-1, (-1, num_heads, head_dim)), 1)

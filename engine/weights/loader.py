@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -280,6 +281,11 @@ def _load_part(
 ) -> _Loaded:
     check_weights(folder)
     rank, num_ranks = collectives.rank, collectives.num_ranks
+    if own_attention.kinds_of_layers(config.get_text_config()):
+        raise SettingError(
+            f"the model cannot be divided among {num_ranks} processes: it has layers with a short "
+            "convolution; choose a tensor-parallel size of 1"
+        )
     chosen = None if dtype == "auto" else DTYPES[dtype]
     module, plan, packed = load_slices(folder, config, chosen, rank, num_ranks)
     digest = digest_of_whole(folder, module, weight_dtype, packed) if rank == 0 else ""
@@ -297,8 +303,10 @@ def _load_module(
     packs: bool,
 ) -> PreTrainedModel:
     """Load a model; if ``packs`` is true, weights that kernels multiply as they are stored stay packed."""
-    # Progress bars of transformers would garble the launcher's progress bar.
+    # Progress bars of transformers would garble the launcher's progress bar, and it advises to install
+    # kernels that only its own code would use.
     transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     model_class: Any = AutoModelForCausalLM
     source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
     try:

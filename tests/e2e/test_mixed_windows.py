@@ -12,15 +12,22 @@ from quire.services.worker.config import DiskFolder
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 
-WINDOW, LENGTH = 24, 400
+LENGTH = 400
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 64}
 NUM_BLOCKS, NUM_FULL = LENGTH // 16, (LENGTH - 1) // 16
-LAYER_BYTES = 2 * 2 * 16 * 32 * 4
-NUM_LAYERS = {"gemma2": 3, "gemma3": 7, "gpt_oss": 3}
-"""One of these layers sees all tokens."""
+LAYER_BYTES, CONVOLUTION_BYTES = 2 * 2 * 16 * 32 * 4, 2 * 1 * 16 * 24 * 4
+WINDOWS = {"gemma2": 24, "gemma3": 24, "gpt_oss": 24, "lfm2": 3}
+BLOCK_BYTES = {
+    **{
+        name: (LAYER_BYTES, num * LAYER_BYTES)
+        for name, num in {"gemma2": 3, "gemma3": 7, "gpt_oss": 3}.items()
+    },
+    "lfm2": (2 * CONVOLUTION_BYTES, 6 * CONVOLUTION_BYTES),
+}
+"""Bytes of a bare block and of a whole one. LFM2 has two layers that see all tokens, the others one."""
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("architecture", list(WINDOWS))
 async def test_prompts_are_pushed_pulled_and_cached(
     architecture: str, start_stack: StartStack, expected: Any
 ) -> None:
@@ -38,9 +45,10 @@ async def test_prompts_are_pushed_pulled_and_cached(
             answer = await client.generate(prompt, **GREEDY)
             assert list(answer.token_ids) == expected(architecture, prompt)
             assert answer.usage.blocks_shipped == NUM_BLOCKS
-            num_bare = (LENGTH + 1 - WINDOW) // 16
-            num_layers = num_bare + (NUM_BLOCKS - num_bare) * NUM_LAYERS[architecture]
-            assert answer.usage.bytes_shipped == num_layers * LAYER_BYTES
+            num_bare = (LENGTH + 1 - WINDOWS[architecture]) // 16
+            bare_bytes, whole_bytes = BLOCK_BYTES[architecture]
+            num_bytes = num_bare * bare_bytes + (NUM_BLOCKS - num_bare) * whole_bytes
+            assert answer.usage.bytes_shipped == num_bytes
             # Pulls, to a prefill worker and to a decode worker.
             prompt = make_prompt(LENGTH, seed=2)
             await prefill(workers["prefill-0"], make_sequence(prompt))
@@ -56,7 +64,7 @@ async def test_prompts_are_pushed_pulled_and_cached(
             await wait_until_idle(workers)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("architecture", list(WINDOWS))
 async def test_prompts_longer_than_the_pools(
     architecture: str, start_stack: StartStack, expected: Any, tmp_path: Path
 ) -> None:

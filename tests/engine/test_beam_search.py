@@ -19,7 +19,7 @@ from tests.testing.tiny_models import load_reference, search_beams
 TinyModel = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "lfm2"])
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_beam_search_equals_transformers(
     load: Callable[[str], LoadedModel], tiny_model: TinyModel, architecture: str, width: int

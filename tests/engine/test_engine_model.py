@@ -47,6 +47,8 @@ NUM_HOST_BLOCKS, NUM_DISK_BLOCKS = 10, 40
 SHAPE = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
 MIXED_SHAPE = KvShape(2, 1, BLOCK_SIZE, 1, "float32", window=6, window_layers=(0,))
 """A layer with a window, and one that sees all tokens."""
+CONVOLUTION_SHAPE = KvShape(4, 1, BLOCK_SIZE, 1, "float32", window=3, window_layers=(0, 1, 2))
+"""A layer that sees all tokens, and short convolutions that see three."""
 CPU = torch.device("cpu")
 
 
@@ -106,11 +108,13 @@ class FakeRunner(ModelRunner):
         frames = self.memory.frame_tables
         assert frames is not None
         for row, (sequence, _) in enumerate(self._scheduled):
-            first_seen = MIXED_SHAPE.first_seen_block(sequence.num_computed_tokens)
+            first_seen = self.memory.shape.first_seen_block(sequence.num_computed_tokens)
             for index, block_id in enumerate(sequence.block_table):
                 assert tables[0, row, index] == frames[block_id, 0] != NO_FRAME, "an outdated table"
                 if index >= first_seen:
-                    assert tables[1, row, index] == frames[block_id, 1] != NO_FRAME, "an outdated table"
+                    for part in range(1, frames.shape[1]):
+                        frame = frames[block_id, part]
+                        assert tables[part, row, index] == frame != NO_FRAME, "an outdated table"
 
     def _check_tables(self, tables: list[list[int]]) -> None:
         """Raise AssertionError unless the array of tables, which steps patch, equals the sequences' own."""
@@ -147,11 +151,12 @@ class FakeRunner(ModelRunner):
         seen = tokens[first_block * BLOCK_SIZE :]
         assert held == seen, "the blocks do not hold the sequence's tokens"
         if self.memory.frame_tables is not None:
-            first_block = MIXED_SHAPE.first_seen_block(sequence.num_computed_tokens)
+            first_block = self.memory.shape.first_seen_block(sequence.num_computed_tokens)
             table = sequence.block_table[first_block:]
-            in_window = [token for block_id in table for token in read_tokens(self.memory, block_id, 1)]
             seen = tokens[first_block * BLOCK_SIZE :]
-            assert in_window[: len(seen)] == seen, "the window does not hold the sequence's tokens"
+            for part in range(1, self.memory.shape.num_frames):
+                in_window = [each for block_id in table for each in read_tokens(self.memory, block_id, part)]
+                assert in_window[: len(seen)] == seen, "the window does not hold the sequence's tokens"
         return self._logits_after(tokens[-window:] if window else held)
 
     def _kept(self, sequence: Sequence, length: int) -> list[int]:
@@ -528,6 +533,13 @@ class MixedEngineMachine(EngineMachine):
         return prompt * 3, replace(params, kv_budget_tokens=None)
 
 
+class ConvolutionEngineMachine(MixedEngineMachine):
+    """The same of a model with layers that see only the tokens just before their own."""
+
+    num_blocks = 24
+    shape = CONVOLUTION_SHAPE
+
+
 def open_small_disk(folder: Path, executor: Executor | None = None, shape: KvShape = SHAPE) -> DiskCache:
     return open_disk(folder, executor, block_bytes=shape.block_bytes, num_blocks=NUM_DISK_BLOCKS)
 
@@ -606,6 +618,10 @@ class TieredMixedEngineMachine(TieredEngineMachine, MixedEngineMachine):
     """Tiers below a pool of blocks with two parts."""
 
 
+class TieredConvolutionEngineMachine(TieredEngineMachine, ConvolutionEngineMachine):
+    """Tiers below a pool of blocks with the inputs of short convolutions."""
+
+
 class SharedEngineMachine(EngineMachine):
     """The same with clients that share the pool, by weight, and requests that are more or less urgent."""
 
@@ -624,12 +640,15 @@ TestSharedEngine = pytest.mark.slow(SharedEngineMachine.TestCase)
 TestSharedWindowedEngine = pytest.mark.slow(SharedWindowedEngineMachine.TestCase)
 TestWindowedEngine = pytest.mark.slow(WindowedEngineMachine.TestCase)
 TestMixedEngine = MixedEngineMachine.TestCase
+TestConvolutionEngine = pytest.mark.slow(ConvolutionEngineMachine.TestCase)
+TestTieredConvolutionEngine = pytest.mark.slow(TieredConvolutionEngineMachine.TestCase)
 TestTieredMixedEngine = pytest.mark.slow(TieredMixedEngineMachine.TestCase)
 TestTieredEngine = pytest.mark.slow(TieredEngineMachine.TestCase)
 TestTieredWindowedEngine = pytest.mark.slow(TieredWindowedEngineMachine.TestCase)
 for _machine in (
     *(TestEngine, TestSharedEngine, TestSharedWindowedEngine, TestWindowedEngine, TestMixedEngine),
     *(TestTieredMixedEngine, TestTieredEngine, TestTieredWindowedEngine),
+    *(TestConvolutionEngine, TestTieredConvolutionEngine),
 ):
     _machine.settings = settings(max_examples=100, stateful_step_count=30)
 

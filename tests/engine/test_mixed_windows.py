@@ -18,9 +18,9 @@ from quire.kvindex.block_hash import block_hash
 from tests.testing import windows
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
 from tests.testing.tiny_engine import make_request as make_any_request
-from tests.testing.windows import NUM_NEW, WINDOW, Expected, finish, make_request
+from tests.testing.windows import NUM_NEW, Expected, finish, make_request
 
-MIXED = ["gemma2", "gemma3", "gpt_oss"]
+MIXED = ["gemma2", "gemma3", "gpt_oss", "lfm2", "lfm3"]
 make_small_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=32)
 Load = Callable[[str], LoadedModel]
 
@@ -29,7 +29,7 @@ def frames_for(model: LoadedModel, num_tokens: int, num_in_step: int = 0) -> flo
     """Return how many whole blocks a sequence needs at most: its window, a step, and what all tokens see."""
     shape = model.kv_shape(BLOCK_SIZE)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
-    num_seen = -(-(WINDOW - 1) // BLOCK_SIZE) + 2 + num_in_step // BLOCK_SIZE
+    num_seen = -(-(shape.window - 1) // BLOCK_SIZE) + 2 + num_in_step // BLOCK_SIZE
     num_window_frames = shape.num_frames - shape.lasting_frames
     return (num_blocks * shape.lasting_frames + num_seen * num_window_frames) / shape.num_frames
 
@@ -115,7 +115,7 @@ def test_a_transfer_brings_bare_blocks_behind_the_window(
     there.stops_after_prefill = True
     assert decode.transfers.accept(here) == 0
     windows.compute_and_reserve(prefill, decode, there)
-    num_bare = (150 + 1 - WINDOW) // BLOCK_SIZE
+    num_bare = (150 + 1 - model.kv_shape(BLOCK_SIZE).window) // BLOCK_SIZE
     for index in range(10):
         is_bare = index < num_bare
         assert decode.memory.is_bare(here.block_table[index]) == is_bare

@@ -29,6 +29,8 @@ ARCHITECTURES = [
     "gpt_neox",
     "opt",
     "gpt2",
+    "lfm2",
+    "lfm3",
     *EXPERTS,
 ]
 

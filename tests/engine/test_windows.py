@@ -24,7 +24,14 @@ def model(load: Callable[[str], LoadedModel]) -> LoadedModel:
 
 @pytest.mark.parametrize(
     ("architecture", "window"),
-    [("mistral", WINDOW), ("llama", None), ("gemma2", None), ("gemma3", None), ("gpt_oss", None)],
+    [
+        ("mistral", WINDOW),
+        ("llama", None),
+        ("gemma2", None),
+        ("gemma3", None),
+        ("gpt_oss", None),
+        ("lfm2", None),
+    ],
 )
 def test_a_model_has_a_window_if_every_layer_has_one(
     load: Callable[[str], LoadedModel], architecture: str, window: int | None

@@ -1,0 +1,136 @@
+"""LFM2's layers with a short convolution through everything that moves, shares and restores blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from quire.engine.engine import Engine
+from quire.engine.errors import KvBudgetError
+from quire.engine.sequences.sequence import GeneratedToken, Sequence
+from quire.engine.speculation.ngram_proposer import NgramProposer
+from quire.engine.speculation.speculator import Speculator
+from quire.engine.weights.adapters import UnsupportedAdapterError, check_adaptable
+from quire.engine.weights.loader import LoadedModel, load_model
+from quire.llm import LLM
+from quire.sampling.params import BeamParams
+from quire.settings.setting import SettingError
+from tests.testing.tiny_engine import CPU, Outputs, make_engine, make_prompt, make_request, run, run_in_order
+from tests.testing.tiny_models import generate_greedy, load_reference
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def lfm2(tiny_model: TinyModel) -> LoadedModel:
+    return load_model(str(tiny_model("lfm2")), "float32", CPU)
+
+
+def test_a_convolution_is_a_layer_with_a_window(lfm2: LoadedModel) -> None:
+    """Its 96 inputs fill the keys and values of two layers: 48 each, of which the second pair has some."""
+    assert lfm2.windows == (3, 3, None, 3, 3, None)
+    shape = lfm2.kv_shape(16)
+    assert (shape.num_kv_heads, shape.head_dim) == (1, 24)
+    assert (shape.window, shape.window_layers, shape.window_blocks) == (3, (0, 1, 3, 4), 1)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"conv_L_cache": 2}, {"conv_L_cache": 6}, {"hidden_size": 80}, {"conv_bias": False}]
+)
+def test_other_sizes(tiny_model: TinyModel, sizes: dict[str, Any]) -> None:
+    folder = tiny_model("lfm2", **sizes)
+    engine = make_engine(load_model(str(folder), "float32", CPU), max_num_batched_tokens=20)
+    prompt = make_prompt(70)
+    [tokens] = run_in_order(engine, make_request("r", prompt, temperature=0.0))
+    assert tokens == generate_greedy(load_reference(folder), prompt, 40)
+
+
+def logprobs_of(engine: Engine, sequence: Sequence) -> list[GeneratedToken]:
+    """Run a request; return its tokens with their logprobs."""
+    engine.add_request(sequence)
+    found: list[GeneratedToken] = []
+    while not engine.is_idle:
+        found += [token for update in engine.step() for token in update.tokens]
+    return found
+
+
+@pytest.mark.parametrize("num_equal", [16, 17, 18, 19, 48, 50, 63, 64])
+def test_a_prefix_hit_gives_the_same_bits(lfm2: LoadedModel, num_equal: int) -> None:
+    first = make_prompt(80)
+    prompt = [*first[:num_equal], *make_prompt(30, seed=1)]
+    params = {"temperature": 0.0, "max_tokens": 10, "num_logprobs": 3}
+    cold = logprobs_of(make_engine(lfm2), make_request("cold", prompt, **params))
+    engine = make_engine(lfm2)
+    run(engine, make_request("first", first))
+    warm = make_request("warm", prompt, **params)
+    assert logprobs_of(engine, warm) == cold
+    assert warm.num_cached_tokens >= num_equal // 16 * 16
+
+
+def make_requests(random: Random) -> list[Sequence]:
+    """Return requests of all kinds, some of which begin alike."""
+    requests = []
+    for number in range(8):
+        kind: dict[str, Any] = random.choice(
+            [{"temperature": 0.0}, {"temperature": 1.0, "seed": number, "n": 3}, {"beam": BeamParams(3)}]
+        )
+        prompt = [*make_prompt(random.choice([1, 16, 40, 90]), random.randint(0, 1)), number + 2]
+        requests.append(make_request(f"r{number}", prompt, max_tokens=random.randint(1, 50), **kind))
+    return requests
+
+
+def run_at_random(engine: Engine, requests: list[Sequence], random: Random) -> tuple[Outputs, set[str]]:
+    """Add and abort requests between steps; return the tokens of each sequence, and what was aborted."""
+    outputs: Outputs = {}
+    aborted: set[str] = set()
+    waiting = list(requests)
+    while waiting or not engine.is_idle:
+        if waiting and random.random() < 0.4:
+            engine.add_request(waiting.pop(0))
+        if random.random() < 0.02:
+            victim = random.choice(requests)
+            if victim not in waiting and not victim.status.is_finished:
+                engine.abort(victim.attempt_id)
+                aborted.add(victim.attempt_id)
+        for update in engine.step():
+            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
+            tokens += [token.token_id for token in update.tokens]
+        engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return outputs, aborted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_swapped", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(lfm2: LoadedModel, seed: int, is_swapped: bool) -> None:
+    """A pool that preempts, drafts, forks, beams and aborts change no token."""
+    engine = make_engine(
+        lfm2,
+        num_blocks=16,
+        num_swap_blocks=60,
+        max_num_seqs=12,
+        max_num_batched_tokens=24,
+        prefers_swap=is_swapped,
+        speculator=Speculator(NgramProposer(), 4),
+    )
+    found, aborted = run_at_random(engine, make_requests(Random(seed)), Random(seed))
+    assert engine.preemption.counts[not is_swapped] > 0
+    assert len(aborted) < 8
+    for request in make_requests(Random(seed)):
+        if request.attempt_id not in aborted:
+            expected = run(make_engine(lfm2), request)
+            assert expected == {key: tokens for key, tokens in found.items() if key[0] == request.attempt_id}
+
+
+def test_what_is_not_supported_is_refused(lfm2: LoadedModel, tiny_model: TinyModel) -> None:
+    with pytest.raises(KvBudgetError, match="must be absent: "):
+        make_engine(lfm2).add_request(make_request("r", make_prompt(40), kv_budget_tokens=64))
+    with pytest.raises(UnsupportedAdapterError, match="lfm2 runs module by module"):
+        check_adaptable(lfm2)
+    with pytest.raises(SettingError, match="layers with a short convolution"):
+        LLM(str(tiny_model("lfm2")), dtype="float32", num_blocks=64, threads=1, tensor_parallel_size=2)
