@@ -37,9 +37,11 @@ def run_short_convolution(
         convolution = Convolution(taps[index], None if bias is None else bias[index][0])
         query = part.transpose(0, 1)[None]
         key, value = query.chunk(2, dim=1)
-        output = attend(query, key, value, sliding_window=len(taps[index]), convolution=convolution)
-        sums.append(output.flatten(2))
-    return layer.out_proj(output_factor * torch.cat(sums, dim=-1)[..., : hidden_states.shape[-1]])  # type: ignore[no-any-return]
+        of_part = attend(query, key, value, sliding_window=len(taps[index]), convolution=convolution)
+        sums.append(of_part.flatten(2))
+    summed = torch.cat(sums, dim=-1)[..., : hidden_states.shape[-1]]
+    output: torch.Tensor = layer.out_proj(output_factor * summed)
+    return output
 
 
 def _parts(channels: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:

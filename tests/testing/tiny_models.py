@@ -69,6 +69,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm3Config",
         {
             **_CONVOLUTIONS,
+            "head_dim": 24,
             "sliding_window": 24,
             "num_hidden_layers": 3,
             "layer_types": ["conv", "full_attention", "sliding_attention"],
