@@ -23,7 +23,7 @@ from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_request
 
-ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss", "lfm2"]
+ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt", "gpt_oss"]
 
 TinyModel = Callable[[str], Path]
 SampledTokens = dict[tuple[str, int], list[GeneratedToken]]
