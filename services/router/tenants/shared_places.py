@@ -59,7 +59,9 @@ class SharedPlaces:
         try:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_left.wait(), POLL_SECONDS)
+                    # wait_for of Python 3.11 loses a cancellation that comes together with the event.
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await self._has_left.wait()
                 if self._waiting[0] is not ticket:
                     continue
                 async with self._asking:

@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -269,3 +271,17 @@ async def test_many_requests_never_exceed_the_limit(routers: Routers, monkeypatc
 
     await asyncio.gather(*map(request, range(60)))
     assert 2 <= most <= 4
+
+
+async def test_a_cancellation_that_comes_with_a_freed_place_is_not_lost() -> None:
+    silent: Any = SimpleNamespace(take_places=AsyncMock(return_value=None))
+    places = shared_places.SharedPlaces(Tenant("a", max_requests=1, max_waiting=1), silent)
+    await places.enter(1)
+    waiting = asyncio.create_task(places.enter(1))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await places.leave(1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await places.enter(1)
