@@ -47,14 +47,20 @@ class WorkerState:
     Args:
         role: the first role.
         clock: returns seconds that never go back.
+
+    Attributes:
+        role: present role, which determines the requests that routers send.
+        drain: how far the worker drains.
+        is_stalled: whether the engine makes no progress.
+        adapters: the loaded adapters by name.
     """
 
     def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._role = role
+        self.role = role
         self._role_changed_at: float | None = None
-        self._drain = DrainState.SERVING
-        self._is_stalled = False
-        self._adapters: Mapping[str, Adapter] = {}
+        self.drain = DrainState.SERVING
+        self.is_stalled = False
+        self.adapters: Mapping[str, Adapter] = {}
         self._clock = clock
         self._listeners: list[Callable[[], None]] = []
 
@@ -63,39 +69,19 @@ class WorkerState:
         self._listeners.append(listener)
 
     @property
-    def role(self) -> str:
-        """Present role, which determines the requests that routers send."""
-        return self._role
-
-    @property
-    def drain(self) -> DrainState:
-        """How far the worker drains."""
-        return self._drain
-
-    @property
     def is_draining(self) -> bool:
         """Whether routers should send requests to other workers."""
-        return self._drain is not DrainState.SERVING
+        return self.drain is not DrainState.SERVING
 
     @property
     def is_stopping(self) -> bool:
         """Whether requests are refused because the process is about to end."""
-        return self._drain is DrainState.STOPPING
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the engine makes no progress."""
-        return self._is_stalled
-
-    @property
-    def adapters(self) -> Mapping[str, Adapter]:
-        """The loaded adapters by name."""
-        return self._adapters
+        return self.drain is DrainState.STOPPING
 
     def set_adapter(self, name: str, adapter: Adapter | None) -> None:
         """Serve an adapter under a name from now on; None: none."""
-        kept = {each: known for each, known in self._adapters.items() if each != name}
-        self._adapters = kept if adapter is None else {**kept, name: adapter}
+        kept = {each: known for each, known in self.adapters.items() if each != name}
+        self.adapters = kept if adapter is None else {**kept, name: adapter}
         self._announce()
 
     def adapter_of(self, digest: str) -> Adapter | None:
@@ -104,7 +90,7 @@ class WorkerState:
         Raises:
             Aborted: there is no such adapter here.
         """
-        found = [adapter for adapter in self._adapters.values() if adapter.digest == digest]
+        found = [adapter for adapter in self.adapters.values() if adapter.digest == digest]
         if digest and not found:
             raise Aborted(f"the adapter {digest} is not loaded here", reason=ADAPTER_NOT_LOADED)
         return found[0] if digest else None
@@ -121,16 +107,16 @@ class WorkerState:
         """
         if role not in ROLES:
             raise InvalidArgument("role", f"must be prefill or decode; got {role!r}")
-        if role == self._role:
+        if role == self.role:
             return
         now, changed_at = self._clock(), self._role_changed_at
         if changed_at is not None and now - changed_at < min_seconds_in_role:
             raise FailedPrecondition(
-                f"this worker became a {self._role} worker {now - changed_at:.0f} s ago, "
+                f"this worker became a {self.role} worker {now - changed_at:.0f} s ago, "
                 f"and may change again after {min_seconds_in_role:g} s",
                 reason="ROLE_TOO_NEW",
             )
-        self._role, self._role_changed_at = role, now
+        self.role, self._role_changed_at = role, now
         self._announce()
 
     def set_draining(self, is_draining: bool) -> None:
@@ -152,13 +138,13 @@ class WorkerState:
 
     def set_stalled(self, is_stalled: bool) -> None:
         """Record that the engine is stalled, or that it makes progress again."""
-        if is_stalled != self._is_stalled:
-            self._is_stalled = is_stalled
+        if is_stalled != self.is_stalled:
+            self.is_stalled = is_stalled
             self._announce()
 
     def _change_drain(self, drain: DrainState) -> None:
-        if self._drain not in (drain, DrainState.STOPPING):
-            self._drain = drain
+        if self.drain not in (drain, DrainState.STOPPING):
+            self.drain = drain
             self._announce()
 
     def _announce(self) -> None:
