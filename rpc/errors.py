@@ -64,7 +64,8 @@ class ServiceError(Exception):
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
-    default_reason: ClassVar[str] = "INTERNAL"
+    default_reason: ClassVar[str] = ""
+    """Reason of an error that is given none; empty: the name of its code."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class ServiceError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = _cut(message)
-        self.reason = reason or self.default_reason
+        self.reason = reason or self.default_reason or self.code.name
         self.metadata = {name: _cut(value) for name, value in (metadata or {}).items()}
         self.retry_after_seconds = retry_after_seconds
 
@@ -97,7 +98,6 @@ class InvalidArgument(ServiceError):
     """A field of the request has a value that can never be served."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
-    default_reason = "INVALID_ARGUMENT"
 
     def __init__(
         self,
@@ -133,35 +133,30 @@ class FailedPrecondition(ServiceError):
     """The request is well formed, but this server cannot serve it in its present state."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    default_reason = "FAILED_PRECONDITION"
 
 
 class OutOfRange(ServiceError):
     """The request wants to continue from a position that this server does not have."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
-    default_reason = "OUT_OF_RANGE"
 
 
 class NotFound(ServiceError):
     """The request names something that does not exist on this server."""
 
     code = grpc.StatusCode.NOT_FOUND
-    default_reason = "NOT_FOUND"
 
 
 class AlreadyExists(ServiceError):
     """The request wants to create something that exists already."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
-    default_reason = "ALREADY_EXISTS"
 
 
 class Unauthenticated(ServiceError):
     """The caller did not prove its identity."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
-    default_reason = "UNAUTHENTICATED"
 
 
 class ResourceExhausted(ServiceError):
@@ -175,28 +170,24 @@ class Unavailable(ServiceError):
     """This server cannot take the request now; the caller should try another server, or try again later."""
 
     code = grpc.StatusCode.UNAVAILABLE
-    default_reason = "UNAVAILABLE"
 
 
 class DeadlineExceeded(ServiceError):
     """The request's deadline has passed."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
-    default_reason = "DEADLINE_EXCEEDED"
 
 
 class Aborted(ServiceError):
     """The request was ended before its completion, by a fence, an abort or a lost hand-off."""
 
     code = grpc.StatusCode.ABORTED
-    default_reason = "ABORTED"
 
 
 class Unimplemented(ServiceError):
     """This server does not implement the call."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
-    default_reason = "UNIMPLEMENTED"
 
 
 class Internal(ServiceError):

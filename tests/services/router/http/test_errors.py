@@ -36,7 +36,7 @@ def test_every_error_of_the_service_has_a_status(kind: type[ServiceError]) -> No
     error = from_service_error(kind("scripted"))
     assert 400 <= error.status < 600
     detail = error.body.error
-    assert (detail.message, detail.code) == ("scripted", kind.default_reason.lower())
+    assert (detail.message, detail.code) == ("scripted", kind("scripted").reason.lower())
     is_servers = kind.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.OUT_OF_RANGE)
     assert (error.status == 500) == is_servers
     assert (detail.type == "server_error") == (error.status in (500, 501))
