@@ -22,7 +22,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from quire.rpc.errors import ServiceError
 from quire.rpc.server import STOP_SIGNALS, Draining
@@ -40,6 +40,7 @@ from quire.settings.setting import SettingError
 KILL_SECONDS = 10.0
 """Time after its grace period in which a process has to end before it is killed."""
 
+T = TypeVar("T")
 Target = Callable[..., None]
 Context = ForkServerContext | SpawnContext
 FROM_SCRATCH = multiprocessing.get_context("spawn")
@@ -212,7 +213,7 @@ def end_of(process: BaseProcess) -> str:
     return f"was killed by {signal.Signals(-code).name}"
 
 
-class ChildProcesses:
+class ChildProcesses(Generic[T]):
     """Processes of one kind. If one ends without a stop, it is started again after ``RESTART_SECONDS``.
 
     Args:
@@ -223,7 +224,7 @@ class ChildProcesses:
         self.running = running
         self._target = target
         self._context = context
-        self._arguments: dict[str, object] = {}
+        self._arguments: dict[str, T] = {}
         self._starting: set[str] = set()
         self._has_served: set[str] = set()
         self._stopping: set[str] = set()
@@ -234,13 +235,13 @@ class ChildProcesses:
         """The processes that were started and have not ended after a stop."""
         return set(self._arguments)
 
-    def start(self, arguments: Mapping[str, object]) -> None:
+    def start(self, arguments: Mapping[str, T]) -> None:
         """Run ``target(argument, report)`` in a process for each name."""
         for name, argument in arguments.items():
             self._arguments[name] = argument
             self._start(name)
 
-    def start_again_with(self, name: str, argument: object) -> None:
+    def start_again_with(self, name: str, argument: T) -> None:
         """Use another argument when the process is started again."""
         self._arguments[name] = argument
 

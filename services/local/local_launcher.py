@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from quire.engine.runner.processors import Core, read_cores, share_of_quota
 from quire.engine.weights.weights_file import WeightsFile, create_weights_file
 from quire.rpc.server import Draining
-from quire.services.launch.launcher import Event, Launcher, Waitable
 from quire.services.local.child_processes import (
     KILL_SECONDS,
     Child,
@@ -47,7 +46,7 @@ WORKER_MODULES = (
 _log = get_logger("stack")
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher(ChildProcesses[WorkerConfig]):
     """Forks workers from a process that has imported their libraries, and divides the processors among them.
 
     Args:
@@ -64,17 +63,10 @@ class LocalLauncher(Launcher):
     host = "127.0.0.1"
 
     def __init__(self, running: dict[str, Child], from_image: Context, folder: str) -> None:
+        super().__init__(running, run_worker, from_image)
         self._folder = folder
-        self._from_image = from_image
-        self._processes = ChildProcesses(running, run_worker, from_image)
-        self.running = running
         self.places: dict[str, Place] = {}
         self.weights_files: dict[frozenset[int], WeightsFile] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """The workers that were started and have not ended after a stop."""
-        return self._processes.names
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
         """Begin to start workers, and assign processors to each.
@@ -82,7 +74,7 @@ class LocalLauncher(Launcher):
         Workers that start together lend each other their processors. A worker that starts later gets the
         processors of one that has ended.
         """
-        wait_for_imports(self._from_image)
+        wait_for_imports(self._context)
         names = self.names
         left = [place for name, place in self.places.items() if name not in names]
         self.places = {name: place for name, place in self.places.items() if name in names}
@@ -107,11 +99,7 @@ class LocalLauncher(Launcher):
                 transport_dir=folder,
                 weights_file=self._weights_file(config, nodes_of(cores, self.places[name])),
             )
-            self._processes.start({name: placed})
-
-    def stop(self, name: str) -> None:
-        """Ask a worker to finish its requests and end."""
-        self._processes.stop(name)
+            super().start({name: placed})
 
     def _weights_file(self, config: WorkerConfig, nodes: frozenset[int]) -> WeightsFile | None:
         """Return the file of the workers on some nodes; None if there is none, as for a divided model."""
@@ -123,19 +111,6 @@ class LocalLauncher(Launcher):
             except OSError as error:
                 _log.warning("weights_not_shared", reason=str(error))
         return self.weights_files.get(nodes)
-
-    def waitables(self) -> list[Waitable]:
-        """Return the objects that become ready when there are events."""
-        return self._processes.waitables()
-
-    @property
-    def seconds(self) -> float | None:
-        """Time until the next start of a worker that has ended."""
-        return self._processes.seconds
-
-    def events(self) -> list[Event]:
-        """Restart the workers that have ended, and return the events since the last call."""
-        return self._processes.events()
 
 
 @contextmanager

@@ -22,6 +22,9 @@ from quire.services.router.app import RouterAddresses, run_router
 from quire.services.router.config import PORT_STEP, RouterConfig
 from quire.services.server.log import configure_logging
 
+RouterProcesses = ChildProcesses[tuple[RouterConfig, str]]
+"""Processes that run ``run_router_process``."""
+
 
 def run_router_processes(config: RouterConfig) -> None:
     """Serve with several router processes until SIGTERM or Ctrl-C; restart each process that ends.
@@ -38,7 +41,7 @@ def run_router_processes(config: RouterConfig) -> None:
         with shared_ports(config) as shared:
             arguments = {name: (each, each.log_level) for name, each in router_configs(shared).items()}
             with stopped_at_end(patience, tell_log) as running:
-                routers = ChildProcesses(running, run_router_process)
+                routers: RouterProcesses = ChildProcesses(running, run_router_process)
                 routers.start(arguments)
                 _watch(routers)
     except KeyboardInterrupt:
@@ -125,7 +128,7 @@ def run_router_process(argument: tuple[RouterConfig, str], report: Callable[[obj
     asyncio.run(run_router(config, lambda running: report(running.addresses), report))
 
 
-def _watch(routers: ChildProcesses) -> None:
+def _watch(routers: RouterProcesses) -> None:
     """Restart each process that ends.
 
     Raises:

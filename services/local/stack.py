@@ -41,6 +41,7 @@ from quire.services.local.local_launcher import LocalLauncher, local_launcher
 from quire.services.local.places import Place, numbers_by_node
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.router_processes import (
+    RouterProcesses,
     on_the_same_ports,
     router_configs,
     run_router_process,
@@ -71,7 +72,7 @@ class RunningStack:
     """
 
     config: LocalStackConfig
-    router_processes: ChildProcesses
+    router_processes: RouterProcesses
     launcher: Launcher
     make_worker: Callable[[str], WorkerConfig]
     caller: Caller
