@@ -21,8 +21,7 @@ from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Una
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
 from quire.services.router.metrics.metrics import TenantCounts
-from quire.services.router.workers.load import load_of
-from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker import Worker, load_of
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.log import get_logger, set_level
 

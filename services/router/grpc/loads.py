@@ -6,8 +6,7 @@ import asyncio
 
 from quire.protos import worker_pb2
 from quire.services.router.execution.cluster import Cluster
-from quire.services.router.workers.load import load_of
-from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker import Worker, load_of
 
 
 async def loads(cluster: Cluster, seconds: float) -> list[tuple[Worker, worker_pb2.GetLoadResponse | None]]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from quire.kvindex.block_hash import revision
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.channels import CHANNEL_OPTIONS
+from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.tls import Connect
 from quire.services.router.workers.health import WorkerHealth
@@ -185,3 +187,15 @@ def has_substitute(worker: Worker, workers: Iterable[Worker]) -> bool:
         for other in workers
         if other is not worker and can_continue(other.info, worker.info.cache_descriptor)
     )
+
+
+async def load_of(worker: Worker, seconds: float) -> worker_pb2.GetLoadResponse | None:
+    """Return the load of a worker, or None if it does not answer within some seconds."""
+    try:
+        with closed_channel_errors():
+            load: worker_pb2.GetLoadResponse = await worker.stub.GetLoad(
+                worker_pb2.GetLoadRequest(), timeout=seconds
+            )
+            return load
+    except (ChannelClosedError, grpc.aio.AioRpcError):
+        return None
