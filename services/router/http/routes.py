@@ -14,16 +14,43 @@ from pydantic import BaseModel
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import RETRY_AFTER_SECONDS
+from quire.services.requests.served_model import ServedModel
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.anthropic.answer_bodies import Answer, MessageEvent, TokenCount
 from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
 from quire.services.router.http.anthropic.writer import MessagesWriter, counting_messages
 from quire.services.router.http.cluster_view import ClusterView, viewing
-from quire.services.router.http.openai import answer_bodies, embeddings, requests
+from quire.services.router.http.openai.answer_bodies import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    EndedSession,
+    Model,
+    ModelList,
+    Status,
+    Text,
+    TokenizerInfo,
+    Tokens,
+    Version,
+)
 from quire.services.router.http.openai.chat import ChatWriter
 from quire.services.router.http.openai.completions import CompletionWriter
+from quire.services.router.http.openai.embeddings import (
+    EmbeddingRequest,
+    EmbeddingRoutes,
+    Ranking,
+    RerankRequest,
+    Results,
+    ScoreRequest,
+)
 from quire.services.router.http.openai.model_routes import ModelRoutes
-from quire.services.router.http.openai.responses import answer_bodies as responses_bodies
+from quire.services.router.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from quire.services.router.http.openai.responses.answer_bodies import InputTokens, Response, ResponseEvent
 from quire.services.router.http.openai.responses.requests import ResponseRequest
 from quire.services.router.http.openai.responses.writer import (
     ResponseWriter,
@@ -31,7 +58,7 @@ from quire.services.router.http.openai.responses.writer import (
     not_stored,
     resumed,
 )
-from quire.services.router.http.shared.answers import answering
+from quire.services.router.http.shared.answers import AnswerWriter, B, answering
 from quire.services.router.http.shared.bodies import TENANT, json_response
 from quire.services.router.http.shared.errors import ErrorBody
 
@@ -56,165 +83,88 @@ def routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Ro
     """Return all routes of the HTTP API."""
     turn = asyncio.Lock()
     return [
-        *_completion_routes(servicer, turn),
-        *_response_routes(servicer, turn),
-        *_message_routes(servicer, turn),
-        *_embedding_routes(embeddings.EmbeddingRoutes(servicer, turn)),
+        *_answer_routes(servicer, turn),
+        *_response_routes(),
+        *_embedding_routes(EmbeddingRoutes(servicer, turn)),
         *_model_routes(ModelRoutes(servicer)),
         *_server_routes(servicer, registry),
     ]
 
 
-def _completion_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
+def _answer_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
+    """Return the routes that generate, and those that count the tokens of their prompts."""
+
+    def route(
+        path: str,
+        summary: str,
+        writer: Callable[[B, ServedModel, str, asyncio.Lock], AnswerWriter[B]],
+        body: type[B],
+        answer: type[BaseModel],
+        event: type[BaseModel],
+    ) -> Route:
+        return Route("POST", path, answering(servicer, turn, body, writer), summary, body, answer, event)
+
+    as_items = "Answer a conversation, as items"
+    as_anthropic = "Answer a conversation, as Anthropic's API does"
+    count, count_messages = "Count the tokens of a prompt", "Count the tokens of a conversation"
+    count_input, counting = counting_input(servicer), counting_messages(servicer)
+    chat = ChatCompletionRequest, ChatCompletion, ChatCompletionChunk
     return [
-        Route(
-            "POST",
-            "/v1/completions",
-            answering(servicer, turn, requests.CompletionRequest, CompletionWriter),
-            "Continue texts",
-            requests.CompletionRequest,
-            answer_bodies.Completion,
-            answer_bodies.Completion,
+        route(
+            "/v1/completions", "Continue texts", CompletionWriter, CompletionRequest, Completion, Completion
         ),
-        Route(
-            "POST",
-            "/v1/chat/completions",
-            answering(servicer, turn, requests.ChatCompletionRequest, ChatWriter),
-            "Answer a conversation",
-            requests.ChatCompletionRequest,
-            answer_bodies.ChatCompletion,
-            answer_bodies.ChatCompletionChunk,
-        ),
+        route("/v1/chat/completions", "Answer a conversation", ChatWriter, *chat),
+        route("/v1/responses", as_items, ResponseWriter, ResponseRequest, Response, ResponseEvent),
+        Route("POST", "/v1/responses/input_tokens", count_input, count, ResponseRequest, InputTokens),
+        route("/v1/messages", as_anthropic, MessagesWriter, MessagesRequest, Answer, MessageEvent),
+        Route("POST", "/v1/messages/count_tokens", counting, count_messages, CountTokensRequest, TokenCount),
     ]
 
 
-def _response_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
-    return [
-        Route(
-            "POST",
-            "/v1/responses",
-            answering(servicer, turn, ResponseRequest, ResponseWriter),
-            "Answer a conversation, as items",
-            ResponseRequest,
-            responses_bodies.Response,
-            responses_bodies.ResponseEvent,
-        ),
-        Route(
-            "POST",
-            "/v1/responses/input_tokens",
-            counting_input(servicer),
-            "Count the tokens of a prompt",
-            ResponseRequest,
-            responses_bodies.InputTokens,
-        ),
-        Route(
-            "GET",
-            "/v1/responses/{response}",
-            resumed,
-            "Go on with a stream",
-            answer=ErrorBody,
-            event=responses_bodies.ResponseEvent,
-        ),
-        *(
-            Route(method, f"/v1/responses/{path}", not_stored, "Say that nothing is stored", answer=ErrorBody)
-            for method, path in (
-                ("DELETE", "{response}"),
-                ("POST", "{response}/cancel"),
-                ("GET", "{response}/input_items"),
-            )
-        ),
-    ]
+def _response_routes() -> Iterator[Route]:
+    """Yield the routes about earlier responses."""
+    path = "/v1/responses/{response}"
+    yield Route("GET", path, resumed, "Go on with a stream", answer=ErrorBody, event=ResponseEvent)
+    for method, end in (("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        yield Route(method, path + end, not_stored, "Say that nothing is stored", answer=ErrorBody)
 
 
-def _message_routes(servicer: GenerationServicer, turn: asyncio.Lock) -> list[Route]:
-    return [
-        Route(
-            "POST",
-            "/v1/messages",
-            answering(servicer, turn, MessagesRequest, MessagesWriter),
-            "Answer a conversation, as Anthropic's API does",
-            MessagesRequest,
-            Answer,
-            MessageEvent,
-        ),
-        Route(
-            "POST",
-            "/v1/messages/count_tokens",
-            counting_messages(servicer),
-            "Count the tokens of a conversation",
-            CountTokensRequest,
-            TokenCount,
-        ),
-    ]
-
-
-def _embedding_routes(handlers: embeddings.EmbeddingRoutes) -> Iterator[Route]:
+def _embedding_routes(handlers: EmbeddingRoutes) -> Iterator[Route]:
     """Yield the routes of embeddings, and of scores under all names by which clients know them."""
     embed, score, rerank = "Turn texts into embeddings", "Compare texts", "Rank documents"
-    body, answer = embeddings.EmbeddingRequest, embeddings.Results
-    yield Route("POST", "/v1/embeddings", handlers.embeddings, embed, body, answer)
+    yield Route("POST", "/v1/embeddings", handlers.embeddings, embed, EmbeddingRequest, Results)
     for path in ("/v1/score", "/score"):
-        yield Route("POST", path, handlers.score, score, embeddings.ScoreRequest, answer)
+        yield Route("POST", path, handlers.score, score, ScoreRequest, Results)
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-        yield Route("POST", path, handlers.rerank, rerank, embeddings.RerankRequest, embeddings.Ranking)
+        yield Route("POST", path, handlers.rerank, rerank, RerankRequest, Ranking)
 
 
 def _model_routes(model: ModelRoutes) -> list[Route]:
+    to_ids, about = "Text or conversation to token ids", "Special tokens and chat template"
     return [
-        Route("GET", "/v1/models", model.models, "List the served model", answer=answer_bodies.ModelList),
-        Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=answer_bodies.Model),
-        Route(
-            "POST",
-            "/tokenize",
-            model.tokenize,
-            "Text or conversation to token ids",
-            requests.TokenizeRequest,
-            answer_bodies.Tokens,
-        ),
-        Route(
-            "POST",
-            "/detokenize",
-            model.detokenize,
-            "Token ids to text",
-            requests.DetokenizeRequest,
-            answer_bodies.Text,
-        ),
-        Route(
-            "GET",
-            "/tokenizer_info",
-            model.tokenizer_info,
-            "Special tokens and chat template",
-            answer=answer_bodies.TokenizerInfo,
-        ),
+        Route("GET", "/v1/models", model.models, "List the served model", answer=ModelList),
+        Route("GET", "/v1/models/{model}", model.model, "Describe a model", answer=Model),
+        Route("POST", "/tokenize", model.tokenize, to_ids, TokenizeRequest, Tokens),
+        Route("POST", "/detokenize", model.detokenize, "Token ids to text", DetokenizeRequest, Text),
+        Route("GET", "/tokenizer_info", model.tokenizer_info, about, answer=TokenizerInfo),
     ]
 
 
 def _server_routes(servicer: GenerationServicer, registry: CollectorRegistry) -> list[Route]:
+    session, end = "/v1/sessions/{session}", "Drop the cached blocks of an ended session"
+    ready = _ready(servicer)
     return [
-        Route(
-            "DELETE",
-            "/v1/sessions/{session}",
-            _ending(servicer),
-            "Drop the cached blocks of an ended session",
-            answer=answer_bodies.EndedSession,
-        ),
+        Route("DELETE", session, _ending(servicer), end, answer=EndedSession),
         Route("GET", "/v1/cluster", viewing(servicer), "The workers and their blocks", answer=ClusterView),
-        Route("GET", "/version", _version, "The server's version", answer=answer_bodies.Version),
-        Route("GET", "/health", _health, "Whether it lives", answer=answer_bodies.Status, is_open=True),
-        Route(
-            "GET",
-            "/ready",
-            _ready(servicer),
-            "Whether it can answer",
-            answer=answer_bodies.Status,
-            is_open=True,
-        ),
+        Route("GET", "/version", _version, "The server's version", answer=Version),
+        Route("GET", "/health", _health, "Whether it lives", answer=Status, is_open=True),
+        Route("GET", "/ready", ready, "Whether it can answer", answer=Status, is_open=True),
         Route("GET", "/metrics", _metrics(registry), "Prometheus metrics"),
     ]
 
 
 async def _health(request: web.Request) -> web.Response:
-    return json_response(answer_bodies.Status(status="alive", reason=""))
+    return json_response(Status(status="alive", reason=""))
 
 
 async def _version(request: web.Request) -> web.Response:
@@ -223,7 +173,7 @@ async def _version(request: web.Request) -> web.Response:
     except metadata.PackageNotFoundError:
         # The package is not installed but run from its sources; build tools write this version then.
         installed = "0+unknown"
-    return json_response(answer_bodies.Version(version=installed))
+    return json_response(Version(version=installed))
 
 
 def _ending(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -231,7 +181,7 @@ def _ending(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[w
         name = request.match_info["session"]
         asked = pb.EndSessionRequest(session=name)
         ended = await servicer.end_session(asked, request[TENANT], servicer.deadline())
-        return json_response(answer_bodies.EndedSession(id=name, num_blocks=ended.num_blocks))
+        return json_response(EndedSession(id=name, num_blocks=ended.num_blocks))
 
     return ending
 
@@ -239,7 +189,7 @@ def _ending(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[w
 def _ready(servicer: GenerationServicer) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def ready(request: web.Request) -> web.Response:
         health = servicer.health()
-        answer = answer_bodies.Status(status=health.status, reason=health.reason)
+        answer = Status(status=health.status, reason=health.reason)
         if health.is_ready:
             return json_response(answer)
         return json_response(answer, status=503, headers={"Retry-After": f"{RETRY_AFTER_SECONDS:g}"})
