@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
-from quire.client import AsyncClient, QuireError
+from quire.cli.bench.dataset_files import tokens_of
+from quire.cli.bench.load import open_loop, send
+from quire.cli.bench.summary import RequestRecord
+from quire.cli.bench.workload import BenchRequest, vocabulary_of
+from quire.client import AsyncClient
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
@@ -21,75 +24,37 @@ from quire.simulator.figures import quantile
 from quire.simulator.trace import TraceRequest
 
 
-class LiveOutcome(NamedTuple):
-    """The outcome and latencies of one request."""
-
-    request: TraceRequest
-    ttft_seconds: float
-    tpot_seconds: float
-    cached_tokens: int
-    pulled_bytes: int
-    error: str
-    """Name of the gRPC status; empty without an error."""
-
-
-def latencies(outcomes: Sequence[LiveOutcome] | Sequence[RequestOutcome]) -> dict[str, Any]:
-    """Return quantiles of the latencies in milliseconds, and the cached share of the prompt tokens."""
+def latencies(outcomes: Sequence[RequestRecord] | Sequence[RequestOutcome]) -> dict[str, Any]:
+    """Return quantiles of the latencies in milliseconds."""
     ttft = sorted(1000 * outcome.ttft_seconds for outcome in outcomes)
     tpot = sorted(1000 * outcome.tpot_seconds for outcome in outcomes)
-    num_tokens = sum(outcome.request.input_tokens for outcome in outcomes)
     return {
         "ttft_p50_ms": round(quantile(ttft, 0.5), 2),
         "ttft_p90_ms": round(quantile(ttft, 0.9), 2),
         "tpot_p50_ms": round(quantile(tpot, 0.5), 2),
-        "cached_share": round(sum(o.cached_tokens for o in outcomes) / num_tokens, 4) if num_tokens else 0.0,
     }
 
 
-def prompt_of(request: TraceRequest, block_tokens: int, vocabulary: Sequence[int]) -> list[int]:
-    """Return the tokens of a request's prompt; equal block ids give equal tokens."""
-    tokens: list[int] = []
-    for block_id in request.block_ids:
-        tokens += Random(block_id).choices(vocabulary, k=block_tokens)
-    return tokens[: request.input_tokens]
-
-
-async def replay_live(address: str, requests: Sequence[TraceRequest], block_tokens: int) -> list[LiveOutcome]:
+async def replay_live(
+    address: str, requests: Sequence[TraceRequest], block_tokens: int
+) -> list[RequestRecord]:
     """Send each request at its time, whether or not the earlier ones have ended."""
+    records: list[RequestRecord] = []
     async with AsyncClient(address) as client:
-        model = await client.model_info()
-        vocabulary = sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
-        prompts = [prompt_of(request, block_tokens, vocabulary) for request in requests]
-        begin = time.perf_counter() + 0.2
+        vocabulary = vocabulary_of(await client.model_info())
 
-        async def send(request: TraceRequest, prompt: list[int]) -> LiveOutcome:
-            due = begin + request.arrival_seconds
-            await asyncio.sleep(due - time.perf_counter())
-            arrivals: list[float] = []
-            usage, error = None, ""
-            try:
-                stream = client.stream(
-                    prompt, max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0
-                )
-                async with aclosing(stream) as deltas:
-                    async for delta in deltas:
-                        arrivals += [time.perf_counter()] * len(delta.token_ids)
-                        usage = delta.usage or usage
-            except QuireError as failure:
-                error = failure.code.name
-            if usage is None:
-                return LiveOutcome(request, 0.0, 0.0, 0, 0, error or "UNKNOWN")
-            num_further = max(1, len(arrivals) - 1)
-            return LiveOutcome(
-                request,
-                arrivals[0] - due,
-                (arrivals[-1] - arrivals[0]) / num_further,
-                usage.cached_prompt_tokens,
-                usage.bytes_pulled,
-                error,
+        async def send_one(request: BenchRequest, due_seconds: float) -> None:
+            records.append(await send(client, request, due_seconds))
+
+        made = [
+            BenchRequest(
+                tokens_of(each, block_tokens, vocabulary),
+                {"max_tokens": each.output_tokens, "ignore_eos": True, "temperature": 0.0},
             )
-
-        return list(await asyncio.gather(*map(send, requests, prompts)))
+            for each in requests
+        ]
+        await open_loop(made, [each.arrival_seconds for each in requests], send_one)
+    return records
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
 from quire.benchmarks.live_replay import latencies, measure_pulls, replay_live
+from quire.cli.bench.summary import OK
 from quire.client import AsyncClient
 from quire.routing.placement import PolicyConfig
 from quire.routing.policy import Policy
@@ -89,8 +90,14 @@ def main(options: Options) -> Report:
             calibration,
             requests,
         )
-        done = [outcome for outcome in measured if not outcome.error]
-        kinds = {"measured": latencies(done), "simulated": latencies(simulated.outcomes)}
+        done = [record for record in measured if record.status == OK]
+        num_tokens = sum(each.request.input_tokens for each in simulated.outcomes)
+        found = sum(each.cached_tokens for each in simulated.outcomes) / num_tokens
+        cached = sum(each.cached_prompt_tokens for each in done) / sum(each.prompt_tokens for each in done)
+        kinds = {
+            "measured": {**latencies(done), "cached_share": round(cached, 4)},
+            "simulated": {**latencies(simulated.outcomes), "cached_share": round(found, 4)},
+        }
         counts = {"num_requests": len(requests), "num_failed": len(measured) - len(done)}
         rows.append({"workload": workload.value, "policy": policy.value, "rate": rate, **counts, **kinds})
     assert calibration is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,19 @@ def _fits(request: TraceRequest, model: ModelInfo) -> bool:
 def _traced_request(
     config: BenchConfig, request: TraceRequest, vocabulary: list[int], index: int
 ) -> BenchRequest:
-    """Return a request with random tokens, which are the same in blocks of the same id."""
     if request.block_ids:
-        tokens: list[int] = []
-        for block_id in request.block_ids:
-            tokens += random.Random(block_id).choices(vocabulary, k=TRACE_BLOCK_TOKENS)
+        tokens = tokens_of(request, TRACE_BLOCK_TOKENS, vocabulary)
     else:
         tokens = random.Random(f"{config.seed} {index}").choices(vocabulary, k=request.input_tokens)
-    options = options_of(config, request.output_tokens)
-    return BenchRequest(tokens[: request.input_tokens], options, request.arrival_seconds)
+    return BenchRequest(tokens, options_of(config, request.output_tokens), request.arrival_seconds)
+
+
+def tokens_of(request: TraceRequest, block_tokens: int, vocabulary: Sequence[int]) -> list[int]:
+    """Return the tokens of a request's prompt, random ones that are the same in blocks of the same id."""
+    tokens: list[int] = []
+    for block_id in request.block_ids:
+        tokens += random.Random(block_id).choices(vocabulary, k=block_tokens)
+    return tokens[: request.input_tokens]
 
 
 def read_burstgpt(path: Path) -> list[TraceRequest]:
