@@ -67,10 +67,9 @@ def make_engine(
     return Engine(model, memory, limits, block_hash, max_model_len, EngineParts(**parts))
 
 
-def as_sequence(index: int, prompt: list[int], params: SamplingParams, root: bytes | None = None) -> Sequence:
-    """Return a request. It shares blocks only with requests that have the same ``root`` of hashes."""
-    own = index.to_bytes(16, "little")
-    return Sequence(str(index), list(prompt), len(prompt), params, own if root is None else root)
+def as_sequence(index: int, prompt: list[int], params: SamplingParams) -> Sequence:
+    """Return a request whose root of hashes is its own, so that it shares no blocks with others."""
+    return Sequence(str(index), list(prompt), len(prompt), params, index.to_bytes(16, "little"))
 
 
 def run_to_end(engine: Engine, sequences: Iterable[Sequence]) -> None:

@@ -15,23 +15,9 @@ import torch
 
 from quire.benchmarks.harness.options import OneOf
 from quire.benchmarks.harness.program import Report, program
-from quire.benchmarks.paper import (
-    block_sizes,
-    memory_use,
-    prefix_cache,
-    request_rate,
-    sharing,
-    swap_or_recompute,
-)
+from quire.benchmarks.paper import memory_use, request_rate, sharing
 
-EXPERIMENTS = {
-    "memory_use": memory_use.run,
-    "sharing": sharing.run,
-    "prefix_cache": prefix_cache.run,
-    "block_sizes": block_sizes.run,
-    "swap_or_recompute": swap_or_recompute.run,
-    "request_rate": request_rate.run,
-}
+EXPERIMENTS = {"memory_use": memory_use.run, "sharing": sharing.run, "request_rate": request_rate.run}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from quire.benchmarks.worker_memory import resident_mib
 from quire.client import Client
 from quire.services.launch.launcher import NotStarted
 from quire.services.local.config import LocalStackConfig
@@ -31,6 +30,12 @@ def config_of(model: Path) -> LocalStackConfig:
     worker = WorkerConfig(role="decode", model=str(model), dtype="float32", num_blocks=64)
     router = RouterConfig(port=0)
     return LocalStackConfig(num_prefill=2, num_decode=2, router=router, worker=worker, log_level="error")
+
+
+def resident_mib(pid: int) -> int:
+    """Return the memory of a process, with its part of what it shares (PSS)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text("utf-8").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) >> 10
 
 
 def memory_of_workers(stack: RunningStack) -> int:
