@@ -3,10 +3,13 @@
     python -m quire.benchmarks.fairness
     python -m quire.benchmarks.fairness --prefill 2 --decode 2
 
-The small tenant sends one request after the other, with pauses: first without the flood, then beside each
-flood once that has had an answer, then without it again. The ratios compare with the first and the last
-together. The flood comes from a process with the lowest priority, because in production clients do not use
-the processors of the workers.
+The small tenant sends one request after the other, with pauses: alternately without a flood, and beside one
+that has had an answer. The ratios compare with all its requests without a flood together. The flood comes
+from a process with the lowest priority, because in production clients do not use the processors of the
+workers.
+
+Beside "busy processors" there is no flood, but each processor of the machine also runs a loop of another
+program. This ratio is the price of sharing processors, of which no order of requests can relieve the tenant.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -34,7 +37,7 @@ from quire.client import AsyncClient
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import NewKey, Tenant, new_key
 from quire.services.worker.config import WorkerConfig
 
 MAX_MODEL_LEN = 4096
@@ -42,8 +45,12 @@ SETTLE_SECONDS = 1.0
 """Time for a flood to fill all queues, or for the workers to notice that it has ended."""
 MOST_SECONDS_TO_ANSWER = 120.0
 """Longest time until a flood's first answer."""
+POLL_SECONDS = 0.05
 PERCENTILES = (50, 99)
 VOCABULARY = range(100, 1000)
+
+Load = AbstractContextManager[Callable[[], int]]
+"""What the small tenant is beside; its function returns how many answers it has had."""
 
 
 class Flood(NamedTuple):
@@ -106,34 +113,61 @@ async def small_tenant(address: str, key: str, options: Options) -> list[Times]:
     return times
 
 
-async def _send_flood(address: str, key: str, flood: Flood, is_answered: Event) -> None:
+async def _send_flood(address: str, key: str, flood: Flood, num_answers: Synchronized[int]) -> None:
     async with AsyncClient(address, api_key=key, timeout=600) as client:
 
         async def repeat(seed: int) -> None:
             rng = random.Random(f"{seed} {time.time_ns()}")
             while True:
                 await answer_times(client, rng, flood.prompt_tokens, flood.answer_tokens)
-                is_answered.set()
+                num_answers.value += 1
 
         await asyncio.gather(*map(repeat, range(flood.concurrency)))
 
 
-def _flood_process(address: str, key: str, flood: Flood, is_answered: Event) -> None:
+def _flood_process(address: str, key: str, flood: Flood, num_answers: Synchronized[int]) -> None:
     os.nice(19)
-    asyncio.run(_send_flood(address, key, flood, is_answered))
+    asyncio.run(_send_flood(address, key, flood, num_answers))
+
+
+def _compute_forever() -> None:
+    while True:
+        pass
 
 
 @contextmanager
-def flooded(address: str, key: str, flood: Flood) -> Iterator[None]:
-    """Send a flood from another process until the context ends, which begins after its first answer."""
+def busy_processors() -> Iterator[Callable[[], int]]:
+    """Let one process for each processor compute until the context ends."""
     context = multiprocessing.get_context("spawn")
-    is_answered = context.Event()
-    process = context.Process(target=_flood_process, args=(address, key, flood, is_answered))
+    processes = [context.Process(target=_compute_forever) for _ in os.sched_getaffinity(0)]
+    for process in processes:
+        process.start()
+    try:
+        time.sleep(SETTLE_SECONDS)
+        yield lambda: 0
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+@contextmanager
+def flooded(address: str, key: str, flood: Flood) -> Iterator[Callable[[], int]]:
+    """Send a flood from another process until the context ends, which begins after its first answer.
+
+    The context gets a function that returns how many answers the flood has had.
+    """
+    context = multiprocessing.get_context("spawn")
+    num_answers: Synchronized[int] = context.Value("q", 0)
+    process = context.Process(target=_flood_process, args=(address, key, flood, num_answers))
     process.start()
     try:
-        assert is_answered.wait(MOST_SECONDS_TO_ANSWER), "the flood got no answer"
+        give_up_at = time.perf_counter() + MOST_SECONDS_TO_ANSWER
+        while not num_answers.value:
+            assert time.perf_counter() < give_up_at, "the flood got no answer"
+            time.sleep(POLL_SECONDS)
         time.sleep(SETTLE_SECONDS)
-        yield
+        yield lambda: num_answers.value
         assert process.is_alive(), "the flood failed"
     finally:
         process.terminate()
@@ -148,44 +182,57 @@ def _row(beside: str, times: list[Times], alone: list[Times]) -> dict[str, Any]:
         for part in PERCENTILES:
             row[f"{field}_p{part}_ms"] = percentile(ms, part)
             row[f"{field}_p{part}_ratio"] = percentile(ms, part) / percentile(baseline, part)
-    show_progress(f"beside {beside}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items() if k != "beside"))
     return row
+
+
+def _config(options: Options, folder: Path, *keys: NewKey) -> LocalStackConfig:
+    path = folder / "keys"
+    path.write_text("".join(f"{key.line}\n" for key in keys))
+    return LocalStackConfig(
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        router=RouterConfig(port=0, api_keys_file=path),
+        worker=WorkerConfig(
+            role="decode",
+            model=str(random_llama(options.model, options.folder, max_length=MAX_MODEL_LEN)),
+            max_num_batched_tokens=options.step_tokens,
+        ),
+        log_level="error",
+    )
 
 
 @program
 def main(options: Options) -> Report:
-    """Measure without a flood, beside each, and without again."""
+    """Measure without a flood and beside each load in alternation."""
     small, flooding = new_key(Tenant("small")), new_key(Tenant("flooding"))
-    with TemporaryDirectory() as folder:
-        keys = Path(folder) / "keys"
-        keys.write_text(f"{small.line}\n{flooding.line}\n")
-        config = LocalStackConfig(
-            num_prefill=options.prefill,
-            num_decode=options.decode,
-            router=RouterConfig(port=0, api_keys_file=keys),
-            worker=WorkerConfig(
-                role="decode",
-                model=str(random_llama(options.model, options.folder, max_length=MAX_MODEL_LEN)),
-                max_num_batched_tokens=options.step_tokens,
-            ),
-            log_level="error",
-        )
-        with local_stack(config) as stack:
+    alone: list[Times] = []
+    beside: dict[str, list[Times]] = {}
+    answers_per_second: dict[str, float] = {}
+    with (
+        TemporaryDirectory() as folder,
+        local_stack(_config(options, Path(folder), small, flooding)) as stack,
+    ):
+        loads: dict[str, Load] = {"busy processors": busy_processors()}
+        for name, flood in FLOODS.items():
+            loads[name] = flooded(stack.address, flooding.key, flood)
 
-            def measure() -> list[Times]:
-                return asyncio.run(small_tenant(stack.address, small.key, options))
+        def measure() -> list[Times]:
+            return asyncio.run(small_tenant(stack.address, small.key, options))
 
-            alone = measure()
-            _row("nothing", alone, alone)
-            beside = {}
-            for name, flood in FLOODS.items():
-                with flooded(stack.address, flooding.key, flood):
-                    beside[name] = measure()
-                _row(name, beside[name], alone)
-                time.sleep(SETTLE_SECONDS)
+        for name, load in loads.items():
             alone += measure()
+            with load as num_answers:
+                begin, num_before = time.perf_counter(), num_answers()
+                beside[name] = measure()
+                num_new, seconds = num_answers() - num_before, time.perf_counter() - begin
+                answers_per_second[name] = num_new / seconds
+            show_progress(f"beside {name}: {_row(name, beside[name], alone)}")
+            time.sleep(SETTLE_SECONDS)
+        alone += measure()
     rows = [_row(name, times, alone) for name, times in {"nothing": alone, **beside}.items()]
-    columns = {"beside": "{beside}"}
+    for row in rows:
+        row["answers_per_second"] = answers_per_second.get(row["beside"], 0.0)
+    columns = {"beside": "{beside}", "its answers/s": "{answers_per_second:.1f}"}
     for field in Times._fields:
         for part in PERCENTILES:
             title = f"{field.replace('_', ' ')} p{part}"
