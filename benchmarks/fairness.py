@@ -226,8 +226,8 @@ def main(options: Options) -> Report:
                 beside[name] = measure()
                 num_new, seconds = num_answers() - num_before, time.perf_counter() - begin
                 answers_per_second[name] = num_new / seconds
-            row = _row(name, beside[name], alone)
-            show_progress(f"beside {name}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items() if k != "beside"))
+            numbers = [f"{k} {v:.2f}" for k, v in _row(name, beside[name], alone).items() if k != "beside"]
+            show_progress(f"beside {name}: {', '.join(numbers)}")
             time.sleep(SETTLE_SECONDS)
         alone += measure()
     rows = [_row(name, times, alone) for name, times in {"nothing": alone, **beside}.items()]
