@@ -29,6 +29,7 @@ class Model:
     """A model of which only the shape of its blocks is asked for."""
 
     own_kv_heads = None
+    shared_bytes = 0
 
     def kv_shape(self, block_size: int, dtype: str) -> KvShape:
         return SHAPE
