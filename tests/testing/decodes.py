@@ -123,12 +123,14 @@ class StreamingWorker(WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.StreamOutputsResponse]:
         messages = self.streams[request.stream_id] = asyncio.Queue()
         self.num_sent[request.stream_id] = 1
-        yield worker_pb2.StreamOutputsResponse()
-        while (message := await messages.get()) is not None:
-            self.num_sent[request.stream_id] += 1
-            yield message
-            messages.task_done()
-        del self.streams[request.stream_id]
+        try:
+            yield worker_pb2.StreamOutputsResponse()
+            while (message := await messages.get()) is not None:
+                self.num_sent[request.stream_id] += 1
+                yield message
+                messages.task_done()
+        finally:
+            del self.streams[request.stream_id]
 
     async def send(self, request: worker_pb2.DecodeRequest, *outputs: worker_pb2.SequenceOutput) -> None:
         """Send outputs of a decode in one message; return when gRPC has taken it."""
