@@ -536,7 +536,6 @@ class MixedEngineMachine(EngineMachine):
 class ConvolutionEngineMachine(MixedEngineMachine):
     """The same of a model with layers that see only the tokens just before their own."""
 
-    num_blocks = 24
     shape = CONVOLUTION_SHAPE
 
 
@@ -651,6 +650,7 @@ for _machine in (
     *(TestConvolutionEngine, TestTieredConvolutionEngine),
 ):
     _machine.settings = settings(max_examples=100, stateful_step_count=30)
+del _machine  # or else pytest would run the last one twice
 
 
 def test_a_working_set_larger_than_the_pool_is_read_back_from_every_tier(tmp_path: Path) -> None:
