@@ -15,7 +15,7 @@ from quire.engine.model.arithmetic import SUMS
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.processes import QUIRE, decode_worker
+from tests.testing.processes import QUIRE, worker_process
 from tests.testing.stacks import GREEDY, make_prompt
 from tests.testing.until import until
 
@@ -48,10 +48,10 @@ async def test_machines_of_two_kinds_share_a_cluster_only_if_both_are_portable(
 ) -> None:
     model, prompt = tiny_model("llama"), make_prompt(60)
     with RedisProcess() as redis, ExitStack() as stack:
-        stack.enter_context(decode_worker(model, redis.worker_url))
+        stack.enter_context(worker_process(model, redis.worker_url))
         async with router(config(redis)) as running, AsyncClient(running.address) as client:
             await until(lambda: num_serving(running) == 1)
-            stack.enter_context(decode_worker(model, redis.worker_url, program=FAST))
+            stack.enter_context(worker_process(model, redis.worker_url, program=FAST))
             name = "worker_has_other_arithmetic"
             warned = await until(lambda: [r for r in caplog.records if r.message == name])
             assert num_serving(running) == 1
@@ -59,7 +59,7 @@ async def test_machines_of_two_kinds_share_a_cluster_only_if_both_are_portable(
             for text in ("fast-1", SUMS[-1].name, "--arithmetic portable"):
                 assert text in problem
             stack.enter_context(
-                decode_worker(model, redis.worker_url, "--arithmetic", "portable", program=FAST)
+                worker_process(model, redis.worker_url, "--arithmetic", "portable", program=FAST)
             )
             await until(lambda: num_serving(running) == 2)
             answer = await client.generate(prompt, max_tokens=64, **GREEDY)
@@ -76,7 +76,7 @@ async def test_a_disk_tier_that_is_kept_replays_no_block_of_another_arithmetic(
     async def cached_tokens(program: str) -> int:
         with RedisProcess() as redis, ExitStack() as stack:
             worker = stack.enter_context(
-                decode_worker(tiny_model("llama"), redis.worker_url, *settings, program=program)
+                worker_process(tiny_model("llama"), redis.worker_url, *settings, program=program)
             )
             async with router(config(redis)) as running, AsyncClient(running.address) as client:
                 await until(lambda: num_serving(running) == 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.services.local.redis_process import RedisProcess
-from tests.testing.processes import decode_worker
+from tests.testing.processes import worker_process
 from tests.testing.stacks import (
     GREEDY,
     StartStack,
@@ -33,7 +33,7 @@ async def test_no_client_notices_that_a_worker_is_stopped(
     with (
         RedisProcess() as redis,
         start_stack("llama", redis_url=redis.url) as stack,
-        decode_worker(tiny_model("llama"), redis.worker_url, "--grace-period", "120") as worker,
+        worker_process(tiny_model("llama"), redis.worker_url, "--grace-period", "120") as worker,
     ):
         async with connect(stack) as (client, workers):
             await until_decode_workers(client, 2)

@@ -121,7 +121,7 @@ class Probed:
 
 
 @contextmanager
-def decode_worker(model: Path, redis: RedisProcess) -> Iterator[Probed]:
+def worker_process(model: Path, redis: RedisProcess) -> Iterator[Probed]:
     arguments = (redis.url, LONG_PROMPT, PROMPT_SECONDS)
     with scripted_workers(WORKER, model, *arguments) as workers:
         (worker,) = workers
@@ -151,7 +151,7 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def stack(model: Path) -> Iterator[tuple[RedisProcess, Probed, Probed]]:
     """A Redis, a router and its only worker."""
-    with RedisProcess() as redis, decode_worker(model, redis) as worker, running_router(redis) as router:
+    with RedisProcess() as redis, worker_process(model, redis) as worker, running_router(redis) as router:
         yield redis, router, worker
 
 
@@ -233,7 +233,7 @@ async def test_the_death_of_the_last_decode_worker_stalls_the_router_until_anoth
     async with asyncio.timeout(SECONDS), answering(router) as answer:
         worker.process.kill()
         await router.tells("stalled", "1 request waits")
-        with decode_worker(model, redis) as another:
+        with worker_process(model, redis) as another:
             await another.tells("ready")
             await router.tells("ready")
             await answer

@@ -23,7 +23,7 @@ from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
 from quire.services.server.process import free_port
 from tests.testing.kv_event_mirror import KvEventMirror, free_events_port, mirrored
-from tests.testing.processes import decode_worker
+from tests.testing.processes import worker_process
 from tests.testing.stacks import make_prompt
 
 START_SECONDS = 120.0
@@ -48,7 +48,7 @@ class Worker:
         """Start the process, on the same ports each time."""
         monkeypatch.setenv("QUIRE_KV_EVENTS", f"127.0.0.1:{self._events_port}")
         settings = (*SETTINGS, "--port", str(self._port))
-        self._process = stack.enter_context(decode_worker(self._model, self._redis.worker_url, *settings))
+        self._process = stack.enter_context(worker_process(self._model, self._redis.worker_url, *settings))
 
     def kill(self) -> None:
         assert self._process is not None

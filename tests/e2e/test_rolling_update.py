@@ -14,7 +14,7 @@ from quire.engine.model.arithmetic import SUMS
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.processes import QUIRE, decode_worker
+from tests.testing.processes import QUIRE, worker_process
 from tests.testing.stacks import GREEDY, make_prompt
 from tests.testing.until import until
 
@@ -54,7 +54,7 @@ async def test_workers_of_two_arithmetics_share_no_block_and_lose_no_request(
 
         def start(program: str) -> subprocess.Popen[bytes]:
             return stack.enter_context(
-                decode_worker(tiny_model("llama"), redis.worker_url, "--grace-period", "60", program=program)
+                worker_process(tiny_model("llama"), redis.worker_url, "--grace-period", "60", program=program)
             )
 
         config = RouterConfig(port=0, redis_url=redis.url, cluster_secret=b"shared", poll_seconds=0.1)

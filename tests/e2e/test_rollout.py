@@ -15,7 +15,7 @@ from quire.routing.placement import PolicyConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
-from tests.testing.processes import decode_worker
+from tests.testing.processes import worker_process
 from tests.testing.stacks import GREEDY, make_prompt
 from tests.testing.tiny_models import generate_greedy, load_reference
 from tests.testing.until import until
@@ -49,7 +49,7 @@ async def test_a_rollout_loses_no_request_and_mixes_no_revisions(
 
         def start(role: str, model: str) -> subprocess.Popen[bytes]:
             settings = "--served-model-name", "tiny", "--grace-period", "60"
-            worker = decode_worker(models[model], redis.worker_url, *settings, role=role)
+            worker = worker_process(models[model], redis.worker_url, *settings, role=role)
             return stack.enter_context(worker)
 
         config = RouterConfig(

@@ -11,7 +11,7 @@ from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from tests.testing.processes import decode_worker
+from tests.testing.processes import worker_process
 from tests.testing.stacks import GREEDY, make_prompt, rest_of
 from tests.testing.until import until
 
@@ -52,7 +52,7 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
 
             asked = ask()
             await until(lambda: num_waiting(running) == NUM_REQUESTS)
-            with decode_worker(model, redis.worker_url) as first:
+            with worker_process(model, redis.worker_url) as first:
                 answers = [list((await each).token_ids) for each in asked]
                 assert [each[: len(beginnings[0])] for each in answers] == beginnings
                 streams = [client.stream(prompt, **OPTIONS) for prompt in prompts]
@@ -67,7 +67,7 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
                 assert await asyncio.to_thread(first.wait) == 0
             asked = ask()
             await until(lambda: num_waiting(running) == NUM_REQUESTS)
-            with decode_worker(model, redis.worker_url) as second:
+            with worker_process(model, redis.worker_url) as second:
                 assert [list((await each).token_ids) for each in asked] == answers
                 streams = [client.stream(prompt, **OPTIONS) for prompt in prompts]
                 tokens = [list((await anext(stream)).token_ids) for stream in streams]
@@ -75,7 +75,7 @@ async def test_requests_outlast_the_restart_of_the_only_worker(
             rests = [asyncio.create_task(rest_of(stream)) for stream in streams]
             # On a busy machine an answer may have come to its end before the kill.
             await until(lambda: num_waiting(running) == sum(not rest.done() for rest in rests))
-            with decode_worker(model, redis.worker_url):
+            with worker_process(model, redis.worker_url):
                 for its_tokens, rest in zip(tokens, rests, strict=True):
                     its_tokens += (await rest)[0]
                 assert tokens == answers

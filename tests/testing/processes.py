@@ -66,10 +66,10 @@ def ranks_of(process_id: int | None) -> list[int]:
 
 
 @contextmanager
-def decode_worker(
+def worker_process(
     model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1], role: str = "decode"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a decode worker, or one of another role, in a process of its own."""
+    """Run a worker in a process of its own."""
     command = [sys.executable, "-c", program, role, str(model), "--redis-url", redis_url]
     common = ["--dtype", "float32", "--num-blocks", "1024", "--log-level", "error"]
     with subprocess.Popen([*command, *common, *settings]) as process:
