@@ -152,17 +152,10 @@ def load_model(
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    shared_bytes = 0
     with KernelFunctions():
-        if collectives is None:
-            load = partial(_load_whole, folder, config, dtype, device, weight_dtype, arithmetic)
-            if weights_file is None or device.type != "cpu":
-                loaded = load()
-            else:
-                source = source_of(folder, dtype, weight_dtype, arithmetic)
-                loaded, shared_bytes = load_shared(weights_file, source, _module_of, load)
-        else:
-            loaded = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
+        loaded, shared_bytes = _load(
+            folder, config, dtype, device, weight_dtype, arithmetic, collectives, weights_file
+        )
         module, digest, plan = loaded
         if device.type == "cpu":
             make_batch_invariant(module)
@@ -190,6 +183,26 @@ def load_model(
         own_kv_heads=own_kv_heads,
         shared_bytes=shared_bytes,
     )
+
+
+def _load(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    weight_dtype: str,
+    arithmetic: str,
+    collectives: Collectives | None,
+    weights_file: WeightsFile | None,
+) -> tuple[_Loaded, int]:
+    """Load the model or a rank's part; last comes the memory that its weights share with others, in bytes."""
+    if collectives is not None:
+        return _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives), 0
+    load = partial(_load_whole, folder, config, dtype, device, weight_dtype, arithmetic)
+    if weights_file is None or device.type != "cpu":
+        return load(), 0
+    source = source_of(folder, dtype, weight_dtype, arithmetic)
+    return load_shared(weights_file, source, _module_of, load)
 
 
 def _connect(module: PreTrainedModel, text_config: Any) -> int:
