@@ -10,7 +10,7 @@ from numba import from_dtype
 
 from quire.kernels.cpu.coded_product import CODINGS, UINT4, ZERO_MASK, place_in_word
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
-from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
+from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
 
 _BYTES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 """The torch dtype of codes of 8 bits, by the field of their NumPy type."""
@@ -19,31 +19,20 @@ _ORDER = sorted(range(8), key=lambda number: place_in_word(number, 4))
 
 
 @dataclass(frozen=True)
-class CodedWeight(PackedWeight):
+class CodedWeight(EncodedWeight):
     """A weight in codes.
 
     Attributes:
         panels: uint8 ``[out_features / TILE_COLUMNS, in_features / GROUP, bytes of a group]``.
         coding: the NumPy type that stands for it in Numba.
-        unpacked_dtype: the model's dtype.
     """
 
     coding: Any
-    unpacked_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype."""
-        return self.unpacked_dtype
 
     @property
     def stored(self) -> Any:
         """The NumPy type that represents the weight in Numba."""
         return self.coding
-
-    def unpack(self) -> torch.Tensor:
-        """Return the dequantized weight ``[out_features, in_features]``."""
-        return self.rows(torch.arange(self.out_features))
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the dequantized weight, ``[*indices.shape, in_features]``."""
@@ -102,4 +91,4 @@ def pack_codes(
         grouped.permute(0, 2, 3, 1, 4).flatten(2),
         words.view(num_panels, TILE_COLUMNS, -1).transpose(1, 2).contiguous().view(torch.uint8),
     )
-    return CodedWeight(torch.cat(parts, dim=2), out_features, in_features, coding, dtype)
+    return CodedWeight(torch.cat(parts, dim=2), out_features, in_features, dtype, coding)

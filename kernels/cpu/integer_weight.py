@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire.kernels.cpu.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS
-from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
+from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,21 +25,12 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(is_finite, integers, 0), scales
 
 
-@dataclass(frozen=True)
-class IntegerWeight(PackedWeight):
+class IntegerWeight(EncodedWeight):
     """A weight in integers with one scale for each output.
 
     Attributes:
         panels: uint8 ``[out_features / TILE_COLUMNS, bytes of a panel]``.
-        unpacked_dtype: the dtype of the weight before it was quantized.
     """
-
-    unpacked_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weight before it was quantized."""
-        return self.unpacked_dtype
 
     @property
     def stored(self) -> Any:
@@ -59,10 +49,6 @@ class IntegerWeight(PackedWeight):
         operands[:, ROW_HEADER:] = (integers + 128).to(torch.uint8)
         operands[:, :4] = scales.view(torch.uint8)
         return operands
-
-    def unpack(self) -> torch.Tensor:
-        """Return the dequantized weight ``[out_features, in_features]``."""
-        return self.rows(torch.arange(self.out_features))
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the dequantized weight, ``[*indices.shape, in_features]``."""

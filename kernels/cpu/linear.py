@@ -140,6 +140,26 @@ class PackedWeight:
         return self.panels[indices // TILE_COLUMNS, :, indices % TILE_COLUMNS]
 
 
+@dataclass(frozen=True)
+class EncodedWeight(PackedWeight):
+    """A weight in another form than numbers of its dtype.
+
+    Attributes:
+        unpacked_dtype: the dtype of the weight that ``unpack`` returns.
+    """
+
+    unpacked_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight when it is unpacked."""
+        return self.unpacked_dtype
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight ``[out_features, in_features]``."""
+        return self.rows(torch.arange(self.out_features))
+
+
 class PairedWeight(PackedWeight):
     """A bfloat16 weight in pairs: ``[out_features / TILE_COLUMNS, in_features / 2, TILE_COLUMNS, 2]``."""
 

@@ -33,7 +33,7 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import PackedWeight, num_padded_panels
+from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
 from quire.kernels.cpu.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
 from quire.kernels.cpu.packed_product import group_bytes
 
@@ -51,23 +51,16 @@ _RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
 
 
 @dataclass(frozen=True)
-class QuantizedWeight(PackedWeight):
+class QuantizedWeight(EncodedWeight):
     """A weight in groups of integers with scales.
 
     Attributes:
         panels: uint8 ``[out_features / TILE_COLUMNS, in_features / GROUP, bytes of a group]``; see
             ``packed_product`` for the bytes.
         weight_dtype: a key of ``QUANTIZED``.
-        unpacked_dtype: the dtype of the weight before it was quantized.
     """
 
     weight_dtype: str
-    unpacked_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weight before it was quantized."""
-        return self.unpacked_dtype
 
     @property
     def stored(self) -> Any:
@@ -91,10 +84,6 @@ class QuantizedWeight(PackedWeight):
         operands[..., GROUP + 4 :] = corrections.to(torch.int32).view(torch.uint8)
         flat: torch.Tensor = operands.flatten(1)
         return flat
-
-    def unpack(self) -> torch.Tensor:
-        """Return the dequantized weight ``[out_features, in_features]``."""
-        return self.rows(torch.arange(self.out_features))
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the dequantized weight, ``[*indices.shape, in_features]``."""
@@ -125,7 +114,7 @@ def quantize(weight: torch.Tensor, weight_dtype: str) -> QuantizedWeight:
     rest = weight[num_whole * TILE_COLUMNS :]
     rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
     _quantize_panels(rest, panels[num_whole:], bits)
-    return QuantizedWeight(panels, out_features, in_features, weight_dtype, weight.dtype)
+    return QuantizedWeight(panels, out_features, in_features, weight.dtype, weight_dtype)
 
 
 _FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
