@@ -18,6 +18,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 """Numbers of sequences per decode worker at which step times are measured."""
 REPEATS = 5
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 64, 48
+SHARE_BATCH = 8
+"""Sequences per decode worker beside which a prompt is measured."""
 RESERVED_TOKENS = 32
 """Tokens of the model's length that are reserved for an answer."""
 
@@ -75,8 +77,13 @@ async def calibrate(
         for batch in (n for n in BATCHES if n <= max_num_seqs):
             on_step(f"{batch} sequences a decode worker")
             steps.append((batch, await probe.step_seconds(batch * model.num_decode_workers)))
+        on_step("work at the same time")
+        prefill_share, decode_share = await probe.shares(model, *first_tokens[-1])
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
     overhead = _intercept(first_tokens)
+    # The decode workers ran at the same time, and slowed each other.
+    slowdown = max(1.0, model.num_decode_workers * decode_share)
+    steps = [(batch, seconds / slowdown) for batch, seconds in steps]
     gap = median(each.arrivals[1] - each.arrivals[0] for each in handed)
     return Calibration(
         block_tokens=model.block_size,
@@ -89,6 +96,8 @@ async def calibrate(
         handoff_seconds=max(0.0, gap - steps[0][1]),
         pull_bytes_per_second=pull_speed.bytes_per_second if pull_speed else None,
         pull_round_trip_seconds=pull_speed.round_trip_seconds if pull_speed else 0.0,
+        prefill_share=prefill_share,
+        decode_share=decode_share,
     )
 
 
@@ -131,3 +140,31 @@ class _Probe:
         # While the first sequences decode, the last are still prefilled, so only the later half counts.
         half = DECODE_TOKENS // 2
         return median((t.arrivals[-1] - t.arrivals[half]) / (len(t.arrivals) - 1 - half) for t in timed)
+
+    async def shares(self, model: ModelInfo, num_tokens: int, seconds_alone: float) -> tuple[float, float]:
+        """Return the shares of the processors that a prompt's computation and a decode worker's steps use.
+
+        They follow from the time that a prompt of ``num_tokens`` takes beside others, and beside sequences.
+        """
+        num_prefill = max(1, model.num_prefill_workers)
+
+        async def slowdown(num_prompts: int) -> float:
+            timed: list[_Timed] = []
+            for _ in range(REPEATS):
+                timed += await asyncio.gather(*(self.send(num_tokens, 1) for _ in range(num_prompts)))
+            return median(each.arrivals[0] for each in timed) / seconds_alone
+
+        prefill_share = await slowdown(num_prefill) / num_prefill
+        most = model.max_model_len - DECODE_PROMPT_TOKENS
+        sequences = [
+            asyncio.ensure_future(self.send(DECODE_PROMPT_TOKENS, most))
+            for _ in range(SHARE_BATCH * model.num_decode_workers)
+        ]
+        try:
+            await self.send(DECODE_PROMPT_TOKENS, 1)  # after the other prompts
+            beside_sequences = await slowdown(1)
+        finally:
+            for each in sequences:
+                each.cancel()
+            await asyncio.gather(*sequences, return_exceptions=True)
+        return prefill_share, max(0.0, beside_sequences - prefill_share) / model.num_decode_workers

@@ -30,6 +30,9 @@ class Calibration:
         handoff_seconds: time between the first token and the second, without the decode step.
         pull_bytes_per_second: speed of a pull; None if it was not measured, and then nothing is pulled.
         pull_round_trip_seconds: time of a pull in addition to that of its bytes.
+        prefill_share: share of the cluster's processors that a prompt's computation uses when it is alone; 0
+            if it slows no other worker.
+        decode_share: the same of a decode worker's steps, with the other processes' work for their tokens.
     """
 
     block_tokens: int
@@ -42,6 +45,8 @@ class Calibration:
     handoff_seconds: float
     pull_bytes_per_second: float | None
     pull_round_trip_seconds: float
+    prefill_share: float = 0.0
+    decode_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode_step"):

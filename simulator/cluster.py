@@ -19,6 +19,7 @@ from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks, Pulls
 from quire.simulator.block_cache import BlockCache, now
 from quire.simulator.calibration import Calibration
+from quire.simulator.machine import Machine
 from quire.simulator.servers import Job, Server
 from quire.simulator.trace import TraceRequest
 
@@ -38,6 +39,8 @@ class ClusterConfig:
     max_requests: int = 1024
     """Most requests in the cluster at a time; further ones are refused."""
     seed: int = 0
+    is_one_machine: bool = False
+    """Whether all workers share the processors that were calibrated; else each worker has them for itself."""
     elastic: Targets | None = None
     """Targets for which workers change their roles; None: roles are fixed."""
 
@@ -89,9 +92,12 @@ class Simulation:
         store = MemoryStore(clock=lambda: self.now)
         self._index = MemoryIndex(store)
 
+        shared = Machine() if config.is_one_machine else None
+
         def server(name: str, role: str) -> Server:
             cache = BlockCache(name, role, calibration.num_blocks, store)
-            return Server(name, role, calibration, self, cache, self._computed, self._finished)
+            machine = shared or Machine()
+            return Server(name, role, calibration, self, machine, cache, self._computed, self._finished)
 
         self._servers = {
             name: server(name, role)
@@ -168,7 +174,8 @@ class Simulation:
         decoding.resident_tokens += placement.resident_tokens
         for server in {computing, decoding}:
             server.num_requests += 1
-        self.at(self.now + self._calibration.overhead_seconds, self._call, job)
+        overhead = self._calibration.overhead_seconds * computing.machine.slowdown
+        self.at(self.now + overhead, self._call, job)
 
     def _call(self, job: Job) -> None:
         job.called_at = self.now
@@ -180,7 +187,8 @@ class Simulation:
         num_there = self._servers[peer.worker_id].cache.num_cached(job.block_hashes[: peer.num_blocks])
         num_missing = max(0, num_there - server.cache.num_cached(job.block_hashes))
         job.pulled_bytes = num_missing * cal.block_bytes
-        job.pull_seconds = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second
+        alone = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second
+        job.pull_seconds = alone * server.machine.slowdown
         self.at(self.now + job.pull_seconds, self._pulled, job, num_there)
 
     def _pulled(self, job: Job, num_blocks: int) -> None:
@@ -206,7 +214,7 @@ class Simulation:
             self._finished(job)
             return
         handoff = self._calibration.handoff_seconds if placement.prefill else 0.0
-        self.at(self.now + handoff, self._hand_over, job)
+        self.at(self.now + handoff * server.machine.slowdown, self._hand_over, job)
 
     def _hand_over(self, job: Job) -> None:
         server = self._servers[job.placement.decode.worker_id]

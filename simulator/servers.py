@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from quire.routing.placement import Placement
 from quire.simulator.block_cache import BlockCache
 from quire.simulator.calibration import Calibration
+from quire.simulator.machine import Machine
 from quire.simulator.trace import TraceRequest
 
 
@@ -50,13 +51,14 @@ class Server:
     Sequences decode together, one token of each in a step. Progress is the number of tokens that a sequence
     would have had since the beginning. All sequences advance equally, so a sequence ends when the progress
     reaches its value at the sequence's start plus the sequence's tokens. Decoding stops while the worker
-    computes prompts.
+    computes prompts. All work takes as many times as long as the machine's processors are short.
     """
 
     worker_id: str
     role: str
     calibration: Calibration
     timeline: Timeline
+    machine: Machine
     cache: BlockCache
     on_computed: Callable[[Job], None]
     on_finished: Callable[[Job], None]
@@ -70,7 +72,9 @@ class Server:
     token_seconds: float = 0.0
     """Time that these tokens took, summed over the sequences."""
     _queue: deque[Job] = field(default_factory=deque)
-    _is_computing: bool = False
+    _prompt: Job | None = None
+    _prompt_seconds: float = 0.0
+    """Time that the rest of the prompt takes a worker that is alone."""
     _progress: float = 0.0
     _updated_at: float = 0.0
     _active: list[tuple[float, int, Job]] = field(default_factory=list)
@@ -81,7 +85,7 @@ class Server:
     def compute(self, job: Job) -> None:
         """Queue a prompt; ``on_computed`` is called when it is computed."""
         self._queue.append(job)
-        if not self._is_computing:
+        if self._prompt is None:
             self._next()
 
     def decode(self, job: Job) -> None:
@@ -89,43 +93,62 @@ class Server:
         self.advance()
         self._waiting.append(job)
         self._admit()
-        self._expect()
+        self._changed()
 
     def advance(self) -> None:
-        """Update the progress of the sequences to the present time."""
+        """Update the progress of the prompt or the sequences to the present time."""
         elapsed, num_active = self.timeline.now - self._updated_at, len(self._active)
+        self._updated_at = self.timeline.now
         self.token_seconds += elapsed * (num_active + len(self._waiting))
-        if num_active and not self._is_computing:
-            num_steps = elapsed / self.calibration.step_seconds(num_active)
+        if self._prompt is not None:
+            self._prompt_seconds -= elapsed / self.machine.slowdown
+            self.busy_seconds += elapsed
+        elif num_active:
+            num_steps = elapsed / self._step_seconds()
             self._progress += num_steps
             self.num_tokens += num_steps * num_active
             self.busy_seconds += elapsed
-        self._updated_at = self.timeline.now
+
+    def expect(self) -> None:
+        """Schedule the end of the prompt or the next sequence; a change before then makes the event stale."""
+        self._version += 1
+        if self._prompt is not None:
+            seconds = max(0.0, self._prompt_seconds) * self.machine.slowdown
+            self.timeline.at(self.timeline.now + seconds, self._computed, self._version)
+        elif self._active:
+            seconds = max(0.0, self._active[0][0] - self._progress) * self._step_seconds()
+            self.timeline.at(self.timeline.now + seconds, self._end, self._version)
 
     def num_blocks(self, job: Job) -> int:
         """Return the number of blocks that the whole sequence needs."""
         num_tokens = job.request.input_tokens + job.request.output_tokens
         return -(-num_tokens // self.calibration.block_tokens)
 
+    def _step_seconds(self) -> float:
+        return self.calibration.step_seconds(len(self._active)) * self.machine.slowdown
+
     def _next(self) -> None:
         self.advance()
-        if not self._queue:
-            self._is_computing = False
-            self._expect()
-            return
-        self._is_computing = True
-        self._version += 1
-        job = self._queue.popleft()
-        num_tokens = job.request.input_tokens
-        num_cached = self.cache.num_cached(job.block_hashes) * self.calibration.block_tokens
-        job.cached_tokens = min(num_cached, num_tokens - 1)
-        seconds = self.calibration.prefill_seconds(num_tokens, job.cached_tokens)
-        self.busy_seconds += seconds
-        self.timeline.at(self.timeline.now + seconds, self._computed, job)
+        self._prompt = job = self._queue.popleft() if self._queue else None
+        if job is not None:
+            num_tokens = job.request.input_tokens
+            num_cached = self.cache.num_cached(job.block_hashes) * self.calibration.block_tokens
+            job.cached_tokens = min(num_cached, num_tokens - 1)
+            self._prompt_seconds = self.calibration.prefill_seconds(num_tokens, job.cached_tokens)
+        self._changed()
 
-    def _computed(self, job: Job) -> None:
+    def _computed(self, version: int) -> None:
+        job = self._prompt
+        if version != self._version or job is None:
+            return
         self.on_computed(job)
         self._next()
+
+    def _changed(self) -> None:
+        cal = self.calibration
+        working = cal.decode_share if self._active else 0.0
+        self.machine.want(self, cal.prefill_share if self._prompt is not None else working)
+        self.expect()
 
     def _admit(self) -> None:
         while self._waiting:
@@ -138,14 +161,6 @@ class Server:
             end = self._progress + job.request.output_tokens - 1
             heapq.heappush(self._active, (end, next(self._names), job))
 
-    def _expect(self) -> None:
-        """Schedule the end of the next sequence; a change before then makes the event stale."""
-        self._version += 1
-        if self._active and not self._is_computing:
-            num_left = max(0.0, self._active[0][0] - self._progress)
-            seconds = num_left * self.calibration.step_seconds(len(self._active))
-            self.timeline.at(self.timeline.now + seconds, self._end, self._version)
-
     def _end(self, version: int) -> None:
         if version != self._version:
             return
@@ -156,4 +171,4 @@ class Server:
         self.kept_blocks -= self.num_blocks(job)
         self.on_finished(job)
         self._admit()
-        self._expect()
+        self._changed()
