@@ -2,10 +2,10 @@
 
     python -m quire.benchmarks.simulator --seconds 10
 
-The stack has two prefill and two decode workers of the demo model on this machine. The loads are shares of the
-rate at which the simulated workers answer requests that all arrive at once. The table has the median and the
-range of what was measured, and the simulation with its difference from the median. A difference within the range
-is no error of the simulation.
+The stack has two prefill and two decode workers of the demo model on this machine. The loads are shares of
+the rate at which the simulated workers answer requests that all arrive at once. The table has the median and
+the range of what was measured, and the simulation with its difference from the median. A difference within
+the range is no error of the simulation.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def main(options: Options) -> Report:
         **{title: f"{{{name}}}" for name, (title, _) in COLUMNS.items()},
         "cached": "{cached}",
     }
-    printed = [{**row, **{name: _cell(row, name) for name in COLUMNS}, "cached": _cached(row)} for row in rows]
+    printed = [
+        {**row, **{name: _cell(row, name) for name in COLUMNS}, "cached": _cached(row)} for row in rows
+    ]
     return Report(
         [table("measured (range) → simulated (difference)", printed, columns)],
         {"calibrated": calibration, "cases": rows},
@@ -150,7 +152,8 @@ def _requests(
 
 def _capacity(workload: Workload, costs: Calibration) -> float:
     """Return the simulated requests per second when all arrive at once."""
-    at_once = [each._replace(arrival_seconds=0.0) for each in _requests(workload, 100, 1.0, 0, costs.block_tokens)]
+    requests = _requests(workload, 100, 1.0, 0, costs.block_tokens)
+    at_once = [each._replace(arrival_seconds=0.0) for each in requests]
     return len(at_once) / replay(CLUSTER, costs, at_once).seconds
 
 
@@ -162,8 +165,8 @@ def _cell(row: dict[str, Any], name: str) -> str:
     measured, simulated = (_middle(row[kind], name) for kind in ("measured", "simulated"))
     low, high = (choose(each[name] for each in row["measured"]) for choose in (min, max))
     digits = COLUMNS[name][1]
-    error = simulated / measured - 1
-    return f"{measured:.{digits}f} ({low:.{digits}f}–{high:.{digits}f}) → {simulated:.{digits}f} ({error:+.0%})"
+    found = f"{measured:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{found} → {simulated:.{digits}f} ({simulated / measured - 1:+.0%})"
 
 
 def _cached(row: dict[str, Any]) -> str:

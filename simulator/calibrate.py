@@ -78,7 +78,7 @@ async def calibrate(
             on_step(f"{batch} sequences a decode worker")
             steps.append((batch, await probe.step_seconds(batch * model.num_decode_workers)))
         on_step("work at the same time")
-        prefill_share, decode_share = await probe.shares(model, *first_tokens[-1])
+        prefill_share, decode_share = await probe.shares(model, PROMPT_TOKENS[len(first_tokens) - 1], first_tokens[-1][1])
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
     overhead = _intercept(first_tokens)
     # The decode workers ran at the same time, and slowed each other.
