@@ -117,6 +117,10 @@ class ClusterOptions:
 
     num_prefill: Annotated[int, _option("--prefill", "Prefill workers.", CLUSTER, min=0)] = 2
     num_decode: Annotated[int, _option("--decode", "Decode workers.", CLUSTER, min=1)] = 2
+    is_one_machine: Annotated[
+        bool,
+        _option("--one-machine", "All workers share the processors that were calibrated.", CLUSTER),
+    ] = False
     policies: Annotated[
         list[Policy] | None,
         _option("--policy", "Policy; may be repeated to compare. By default all.", CLUSTER),
@@ -143,6 +147,7 @@ class ClusterOptions:
                     local_prefill_tokens=self.local_prefill_tokens,
                 ),
                 max_requests=self.max_requests,
+                is_one_machine=self.is_one_machine,
                 seed=seed,
             )
             for policy in self.policies or Policy

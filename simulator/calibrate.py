@@ -78,7 +78,9 @@ async def calibrate(
             on_step(f"{batch} sequences a decode worker")
             steps.append((batch, await probe.step_seconds(batch * model.num_decode_workers)))
         on_step("work at the same time")
-        prefill_share, decode_share = await probe.shares(model, PROMPT_TOKENS[len(first_tokens) - 1], first_tokens[-1][1])
+        prefill_share, decode_share = await probe.shares(
+            model, PROMPT_TOKENS[len(first_tokens) - 1], first_tokens[-1][1]
+        )
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
     overhead = _intercept(first_tokens)
     # The decode workers ran at the same time, and slowed each other.
@@ -146,25 +148,37 @@ class _Probe:
 
         They follow from the time that a prompt of ``num_tokens`` takes beside others, and beside sequences.
         """
-        num_prefill = max(1, model.num_prefill_workers)
+        num_prefill, num_decode = max(1, model.num_prefill_workers), model.num_decode_workers
 
-        async def slowdown(num_prompts: int) -> float:
+        async def seconds(num_prompts: int) -> float:
             timed: list[_Timed] = []
             for _ in range(REPEATS):
                 timed += await asyncio.gather(*(self.send(num_tokens, 1) for _ in range(num_prompts)))
-            return median(each.arrivals[0] for each in timed) / seconds_alone
+            return median(each.arrivals[0] for each in timed)
 
-        prefill_share = await slowdown(num_prefill) / num_prefill
+        together = await seconds(num_prefill)
         most = model.max_model_len - DECODE_PROMPT_TOKENS
         sequences = [
             asyncio.ensure_future(self.send(DECODE_PROMPT_TOKENS, most))
-            for _ in range(SHARE_BATCH * model.num_decode_workers)
+            for _ in range(SHARE_BATCH * num_decode)
         ]
         try:
             await self.send(DECODE_PROMPT_TOKENS, 1)  # after the other prompts
-            beside_sequences = await slowdown(1)
+            beside = await seconds(1)
         finally:
             for each in sequences:
                 each.cancel()
             await asyncio.gather(*sequences, return_exceptions=True)
-        return prefill_share, max(0.0, beside_sequences - prefill_share) / model.num_decode_workers
+        return shares_of(together / seconds_alone, num_prefill, beside / seconds_alone, num_decode)
+
+
+def shares_of(together: float, num_prefill: int, beside: float, num_decode: int) -> tuple[float, float]:
+    """Return the shares of the processors that a prompt and a decode worker use.
+
+    Args:
+        together: how many times as long prompts take when each prefill worker computes one.
+        beside: how many times as long a prompt takes beside the steps of all decode workers.
+    """
+    # Nobody can use more than all processors, so more than that in a measurement is noise.
+    prefill_share = min(1.0, together / num_prefill)
+    return prefill_share, min(1.0, max(0.0, beside - prefill_share) / num_decode)

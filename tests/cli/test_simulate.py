@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.app import make_app
+from quire.simulator.calibration import demo_calibration, write_calibration
 
 SMALL = ("--num-requests", "60", "--workload", "shared", "--trace-block", "16", "--rate", "4")
 
@@ -46,6 +48,17 @@ def test_requests_can_be_kept_and_replayed(tmp_path: Path) -> None:
     assert len(trace.read_text().splitlines()) == 60
     for name in ("num_requests", "input_tokens", "reusable_share"):
         assert again[name] == made[name]
+
+
+def test_workers_of_one_machine_slow_each_other(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    write_calibration(costs, replace(demo_calibration(), prefill_share=1.0, decode_share=1.0))
+    apart, together = (
+        results(*SMALL, "--policy", "load", "--calibration", costs, *more)["results"]["load"]
+        for more in ((), ("--one-machine",))
+    )
+    assert together["ttft_p50_seconds"] > 1.2 * apart["ttft_p50_seconds"]
+    assert together["tpot_p50_seconds"] > 1.2 * apart["tpot_p50_seconds"]
 
 
 def test_the_smallest_cluster_is_searched() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.routing.placement import PolicyConfig
+from quire.simulator.calibrate import shares_of
 from quire.simulator.calibration import Calibration
 from quire.simulator.cluster import ClusterConfig, Replay, replay
 from quire.simulator.trace import TraceRequest
@@ -68,3 +69,13 @@ def test_the_routers_work_takes_longer_on_a_busy_machine(costs: Calibration) -> 
     outcomes = {each.request: each for each in run(slow, answer, first, second).outcomes}
     # Two workers are busy when the second prompt arrives, and three when it is computed.
     assert outcomes[second].ttft_seconds == pytest.approx(0.01 * 2 + 0.1 * 3)
+
+
+@pytest.mark.parametrize(
+    ("together", "beside", "shares"),
+    [(2.0, 2.0, (1.0, 0.5)), (1.5, 1.75, (0.75, 0.5)), (2.3, 0.9, (1.0, 0.0)), (2.0, 9.0, (1.0, 1.0))],
+)
+def test_shares_follow_from_how_much_work_is_slowed(
+    together: float, beside: float, shares: tuple[float, float]
+) -> None:
+    assert shares_of(together, 2, beside, 2) == pytest.approx(shares)
