@@ -11,16 +11,16 @@ from statistics import median
 from typing import NamedTuple
 
 from quire.client import AsyncClient, ModelInfo
-from quire.simulator.calibration import Calibration, CalibrationError, Point
+from quire.simulator.calibration import DECODE_PROMPT_TOKENS, Calibration, CalibrationError, Point
 
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Numbers of sequences per decode worker at which step times are measured."""
 REPEATS = 5
-DECODE_PROMPT_TOKENS, DECODE_TOKENS = 64, 48
+DECODE_TOKENS = 48
 SHARE_BATCH = 8
 """Sequences per decode worker beside which a prompt is measured."""
-RESERVED_TOKENS = 32
+RESERVED_TOKENS = 64
 """Tokens of the model's length that are reserved for an answer."""
 
 OnStep = Callable[[str], None]
@@ -77,10 +77,14 @@ async def calibrate(
         for batch in (n for n in BATCHES if n <= max_num_seqs):
             on_step(f"{batch} sequences a decode worker")
             steps.append((batch, await probe.step_seconds(batch * model.num_decode_workers)))
+        on_step("sequences with a long prompt")
+        longest = PROMPT_TOKENS[len(first_tokens) - 1]
+        contexts = [
+            median([await probe.step_seconds(1, num_tokens) for _ in range(REPEATS)])
+            for num_tokens in (DECODE_PROMPT_TOKENS, longest)
+        ]
         on_step("work at the same time")
-        prefill_share, decode_share = await probe.shares(
-            model, PROMPT_TOKENS[len(first_tokens) - 1], first_tokens[-1][1]
-        )
+        prefill_share, decode_share = await probe.shares(model, longest, first_tokens[-1][1])
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
     overhead = _intercept(first_tokens)
     # The decode workers ran at the same time, and slowed each other.
@@ -98,6 +102,7 @@ async def calibrate(
         handoff_seconds=max(0.0, gap - steps[0][1]),
         pull_bytes_per_second=pull_speed.bytes_per_second if pull_speed else None,
         pull_round_trip_seconds=pull_speed.round_trip_seconds if pull_speed else 0.0,
+        context_seconds=max(0.0, contexts[1] - contexts[0]) / (longest - DECODE_PROMPT_TOKENS),
         prefill_share=prefill_share,
         decode_share=decode_share,
     )
@@ -133,11 +138,9 @@ class _Probe:
                 block_bytes = delta.usage.bytes_shipped / delta.usage.blocks_shipped
         return _Timed(tuple(arrivals), block_bytes)
 
-    async def step_seconds(self, num_sequences: int) -> float:
-        """Return the median time of a token while ``num_sequences`` decode together."""
-        sent: list[Awaitable[_Timed]] = [
-            self.send(DECODE_PROMPT_TOKENS, DECODE_TOKENS) for _ in range(num_sequences)
-        ]
+    async def step_seconds(self, num_sequences: int, num_tokens: int = DECODE_PROMPT_TOKENS) -> float:
+        """Return the median time of a token while ``num_sequences``, each of such a prompt, decode together."""
+        sent: list[Awaitable[_Timed]] = [self.send(num_tokens, DECODE_TOKENS) for _ in range(num_sequences)]
         timed = await asyncio.gather(*sent)
         # While the first sequences decode, the last are still prefilled, so only the later half counts.
         half = DECODE_TOKENS // 2

@@ -10,6 +10,9 @@ from pathlib import Path
 
 Point = tuple[float, float]
 
+DECODE_PROMPT_TOKENS = 64
+"""Tokens of the prompts whose decode steps a calibration has."""
+
 
 class CalibrationError(ValueError):
     """A calibration cannot be used; the message says why."""
@@ -25,11 +28,12 @@ class Calibration:
         num_blocks: blocks of a worker's pool.
         max_num_seqs: most sequences that a worker decodes together.
         prefill: (tokens, seconds) of prompts, each computed by itself, without ``overhead_seconds``.
-        decode_step: (sequences, seconds) of a decode step.
+        decode_step: (sequences, seconds) of a decode step, for prompts of ``DECODE_PROMPT_TOKENS``.
         overhead_seconds: time of each request until its first token, without the computation.
         handoff_seconds: time between the first token and the second, without the decode step.
         pull_bytes_per_second: speed of a pull; None if it was not measured, and then nothing is pulled.
         pull_round_trip_seconds: time of a pull in addition to that of its bytes.
+        context_seconds: time that each further prompt token adds to each step of its sequence.
         prefill_share: share of the cluster's processors that a prompt's computation uses when it is alone; 0
             if it slows no other worker.
         decode_share: the same of a decode worker's steps, with the other processes' work for their tokens.
@@ -45,6 +49,7 @@ class Calibration:
     handoff_seconds: float
     pull_bytes_per_second: float | None
     pull_round_trip_seconds: float
+    context_seconds: float = 0.0
     prefill_share: float = 0.0
     decode_share: float = 0.0
 
@@ -60,9 +65,10 @@ class Calibration:
         """Return the time of a prompt's uncached rest; later tokens cost more because they attend to more."""
         return max(0.0, interpolate(self.prefill, num_tokens) - interpolate(self.prefill, cached_tokens))
 
-    def step_seconds(self, num_sequences: int) -> float:
-        """Return the time of a decode step of ``num_sequences``."""
-        return interpolate(self.decode_step, num_sequences, origin=self.decode_step[0][1])
+    def step_seconds(self, num_sequences: int, num_further: int = 0) -> float:
+        """Return the time of a step of ``num_sequences``, with ``num_further`` further tokens of prompts."""
+        steps = interpolate(self.decode_step, num_sequences, origin=self.decode_step[0][1])
+        return steps + num_further * self.context_seconds
 
     def scaled_blocks(self, block_tokens: int) -> Calibration:
         """Return the same costs for blocks of ``block_tokens`` tokens, as a trace has them."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from quire.routing.placement import Placement
 from quire.simulator.block_cache import BlockCache
-from quire.simulator.calibration import Calibration
+from quire.simulator.calibration import DECODE_PROMPT_TOKENS, Calibration
 from quire.simulator.machine import Machine
 from quire.simulator.trace import TraceRequest
 
@@ -39,6 +39,11 @@ class Job:
     pulled_bytes: float = 0.0
     pull_seconds: float = 0.0
     first_token_at: float = 0.0
+
+    @property
+    def num_further(self) -> int:
+        """Tokens of the prompt beyond those with which decode steps were measured."""
+        return max(0, self.request.input_tokens - DECODE_PROMPT_TOKENS)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +83,8 @@ class Server:
     _progress: float = 0.0
     _updated_at: float = 0.0
     _active: list[tuple[float, int, Job]] = field(default_factory=list)
+    _num_further: int = 0
+    """Tokens of the active sequences' prompts beyond those of the calibration's."""
     _waiting: deque[Job] = field(default_factory=deque)
     _names: Any = field(default_factory=count)
     _version: int = 0
@@ -125,7 +132,7 @@ class Server:
         return -(-num_tokens // self.calibration.block_tokens)
 
     def _step_seconds(self) -> float:
-        return self.calibration.step_seconds(len(self._active)) * self.machine.slowdown
+        return self.calibration.step_seconds(len(self._active), self._num_further) * self.machine.slowdown
 
     def _next(self) -> None:
         self.advance()
@@ -160,6 +167,7 @@ class Server:
             self.kept_blocks += num_blocks
             end = self._progress + job.request.output_tokens - 1
             heapq.heappush(self._active, (end, next(self._names), job))
+            self._num_further += job.num_further
 
     def _end(self, version: int) -> None:
         if version != self._version:
@@ -168,6 +176,7 @@ class Server:
         end, _, job = heapq.heappop(self._active)
         # Rounding errors must not leave the progress below the end.
         self._progress = max(self._progress, end)
+        self._num_further -= job.num_further
         self.kept_blocks -= self.num_blocks(job)
         self.on_finished(job)
         self._admit()
