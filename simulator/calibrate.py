@@ -139,7 +139,7 @@ class _Probe:
         return _Timed(tuple(arrivals), block_bytes)
 
     async def step_seconds(self, num_sequences: int, num_tokens: int = DECODE_PROMPT_TOKENS) -> float:
-        """Return the median time of a token while ``num_sequences``, each of such a prompt, decode together."""
+        """Return the median time of a token while ``num_sequences`` of such prompts decode together."""
         sent: list[Awaitable[_Timed]] = [self.send(num_tokens, DECODE_TOKENS) for _ in range(num_sequences)]
         timed = await asyncio.gather(*sent)
         # While the first sequences decode, the last are still prefilled, so only the later half counts.
