@@ -79,3 +79,10 @@ def test_shares_follow_from_how_much_work_is_slowed(
     together: float, beside: float, shares: tuple[float, float]
 ) -> None:
     assert shares_of(together, 2, beside, 2) == pytest.approx(shares)
+
+
+def test_long_prompts_make_the_steps_of_their_answers_longer(costs: Calibration) -> None:
+    contexts = replace(costs, context_seconds=1e-5)
+    requests = (prompt(0.0, 64, 0, 101), prompt(10.0, 1064, 100, 101), prompt(20.0, 64, 200, 101))
+    outcomes = run(contexts, *requests).outcomes
+    assert [outcome.tpot_seconds for outcome in outcomes] == pytest.approx([0.01, 0.02, 0.01])
