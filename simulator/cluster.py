@@ -18,7 +18,7 @@ from quire.routing.policy import CandidateWorker
 from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks, Pulls
 from quire.simulator.block_cache import BlockCache, now
-from quire.simulator.calibration import Calibration
+from quire.simulator.calibration import Calibration, CalibrationError
 from quire.simulator.machine import Machine
 from quire.simulator.servers import Job, Server
 from quire.simulator.trace import TraceRequest
@@ -292,5 +292,11 @@ def replay(
     requests: Iterable[TraceRequest],
     on_arrival: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Replay requests on a cluster; calibration and trace must have the same block size."""
+    """Replay requests on a cluster; calibration and trace must have the same block size.
+
+    Raises:
+        CalibrationError: workers shall share processors, and the calibration does not say how much they use.
+    """
+    if config.is_one_machine and not calibration.prefill_share:
+        raise CalibrationError("the calibration has no shares of the processors; make one with --calibrate")
     return Simulation(config, calibration).run(requests, on_arrival)

@@ -75,6 +75,7 @@ def test_the_smallest_cluster_is_searched() -> None:
         (("--trace", "/nowhere"), "No such file"),
         (("--calibrate", "127.0.0.1:1"), "127.0.0.1:1"),
         ((*SMALL, "--find", "--ttft", "0.000001", "--max-workers", "2"), "2 workers do not suffice"),
+        ((*SMALL, "--one-machine"), "no shares of the processors"),
         (("--find", "--plot", "x.png"), "leave out --find"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from quire.routing.placement import PolicyConfig
 from quire.simulator.calibrate import shares_of
-from quire.simulator.calibration import Calibration
+from quire.simulator.calibration import Calibration, CalibrationError
 from quire.simulator.cluster import ClusterConfig, Replay, replay
 from quire.simulator.trace import TraceRequest
 
@@ -59,7 +59,9 @@ def test_workers_with_their_own_processors_are_as_fast_as_alone(costs: Calibrati
     requests = (prompt(0.0, 200, 0), prompt(0.0, 200, 100), prompt(0.0, 16, 200, 101))
     unshared = replace(costs, prefill_share=0.0, decode_share=0.0)
     apart = run(costs, *requests, is_one_machine=False)
-    assert apart == run(unshared, *requests)
+    assert apart == run(unshared, *requests, is_one_machine=False)
+    with pytest.raises(CalibrationError, match="no shares of the processors"):
+        run(unshared, *requests)
     assert apart.seconds < run(costs, *requests).seconds
 
 
