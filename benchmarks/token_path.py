@@ -2,8 +2,8 @@
 
     python -m quire.benchmarks.token_path --clients 1,16,64 --tokens 200 --rounds 3
 
-A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP,
-and over gRPC also divided into reasoning, content and tool calls.
+A local stack with one worker serves the demo model; each client streams one answer, over gRPC or over HTTP. A
+divided answer consists of reasoning, content and tool calls, as chats over HTTP need it.
 ``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
 main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
 several steps share a message because the router or the client is slower than the engine. ``bare`` is the CPU
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from multiprocessing import get_context
@@ -39,6 +40,7 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 
 PROMPT = [5, 6, 7, 8]
+CHAT = [{"role": "user", "content": "the code of the lantern is 417."}]
 BARE_MESSAGES = 300
 CONNECTIONS_PER_PROCESS = 8
 
@@ -101,12 +103,12 @@ def over_grpc(channels: Sequence[grpc.aio.Channel], *, parse: bool = False) -> S
     return stream
 
 
-def over_http(session: aiohttp.ClientSession, url: str) -> Stream:
-    """Return a function that streams an answer over HTTP."""
+def over_http(session: aiohttp.ClientSession, url: str, **prompt: Any) -> Stream:
+    """Return a function that streams an answer over HTTP, to a prompt that the body of the request has."""
 
     async def stream(num_tokens: int) -> int:
-        body = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
-        async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
+        body = {**prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        async with session.post(url, json=body) as response:
             response.raise_for_status()
             return (await response.read()).count(b"data: {")
 
@@ -162,18 +164,24 @@ def _serve_bare(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-async def streams(stack: RunningStack) -> AsyncIterator[tuple[str, Stream]]:
-    """Yield the name of each API and a function that streams over it."""
-    async with AsyncExitStack() as channels:
+@asynccontextmanager
+async def streams(stack: RunningStack) -> AsyncIterator[dict[str, Stream]]:
+    """Yield the functions that stream over each API, by its name."""
+    async with AsyncExitStack() as opened:
         # Each connection belongs to one router process, so several processes need several connections.
         number = 1 if len(stack.routers) == 1 else CONNECTIONS_PER_PROCESS * len(stack.routers)
         options = [("grpc.use_local_subchannel_pool", 1)]
         made = [grpc.aio.insecure_channel(stack.address, options=options) for _ in range(number)]
-        opened = [await channels.enter_async_context(channel) for channel in made]
-        yield "gRPC", over_grpc(opened)
-        yield "gRPC, divided", over_grpc(opened, parse=True)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        yield "HTTP", over_http(session, f"http://{stack.http_address}")
+        channels = [await opened.enter_async_context(channel) for channel in made]
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await opened.enter_async_context(aiohttp.ClientSession(connector=connector))
+        http = f"http://{stack.http_address}/v1"
+        yield {
+            "gRPC": over_grpc(channels),
+            "gRPC, divided": over_grpc(channels, parse=True),
+            "HTTP, completion": over_http(session, f"{http}/completions", prompt=PROMPT),
+            "HTTP, chat": over_http(session, f"{http}/chat/completions", messages=CHAT),
+        }
 
 
 async def run(options: Options) -> list[dict[str, Any]]:
@@ -182,25 +190,25 @@ async def run(options: Options) -> list[dict[str, Any]]:
     router = RouterConfig(port=0, http_port=0, num_processes=options.router_processes)
     config = LocalStackConfig(num_prefill=0, num_decode=1, router=router)
     with local_stack(config) as stack:
-        bare = {number: await bare_microseconds(number) for number in options.clients}
-        async for name, stream in streams(stack):
-            for number in options.clients:
-                # The first round warms up and does not count.
-                await measure(stack, stream, number, options.tokens)
-                title, console = f"{name}, {number} clients", Console(stderr=True)
-                costs = [
-                    await measure(stack, stream, number, options.tokens)
-                    for _ in track(range(options.rounds), title, console=console)
-                ]
-                bare_cost = bare[number] if name == "gRPC" else None
-                cost = medians(costs)._asdict()
-                rows.append({"api": name, "clients": number, **cost, "bare_microseconds": bare_cost})
+        for number in options.clients:
+            bare = await bare_microseconds(number)
+            costs: dict[str, list[Cost]] = defaultdict(list)
+            async with streams(stack) as apis:
+                # The first round warms up. The APIs take turns, so that noise meets all alike.
+                title, console = f"{number} clients", Console(stderr=True)
+                for _ in track(range(1 + options.rounds), title, console=console):
+                    for name, stream in apis.items():
+                        costs[name].append(await measure(stack, stream, number, options.tokens))
+            for name, measured in costs.items():
+                floor = bare if name == "gRPC" else None
+                cost = medians(measured[1:])._asdict()
+                rows.append({"api": name, "clients": number, **cost, "bare_microseconds": floor})
     return rows
 
 
 @program
 def main(options: Options) -> Report:
-    """Measure both APIs."""
+    """Measure each API."""
     rows = asyncio.run(run(options))
     columns = {
         "API": "{api}",
