@@ -268,8 +268,8 @@ class IncrementalDecoder:
 
     def _keep(self, num_ids: int) -> None:
         """Shorten the window to its newest ids, and regard all of their text as shown."""
-        self._window = self._window[-num_ids:]
-        self._shown = self._decode(self._window)
+        self._window = window = self._window[-num_ids:]
+        self._shown = self._tokenizer.text_of(window[0]) if len(window) == 1 else self._decode(window)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

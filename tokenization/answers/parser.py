@@ -100,16 +100,15 @@ class AnswerParser:
         """
         return self.feed_all([(token_text, is_special)])
 
-    def feed_text(self, text: str, num_tokens: int) -> list[Piece] | None:
-        """Return the pieces of tokens that are not special, if their text only continues the present part.
+    def feed_text(self, text: str, num_tokens: int) -> Piece | None:
+        """Return the piece of tokens that are not special, if their text only continues the present part.
 
         None: nothing was fed, since the text may contain a delimiter; ``feed_all`` then takes each token.
         There must be no stop strings.
         """
         if not self._is_in_text or self._marked[self._writer.kind].search(text):
             return None
-        self._writer.write_whole(text, num_tokens)
-        return self._writer.take()
+        return self._writer.write_whole(text, num_tokens)
 
     def feed_all(self, tokens: Iterable[tuple[str, bool]]) -> list[Piece]:
         """Return the pieces that several tokens complete, each with its text and whether it is special.

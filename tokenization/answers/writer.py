@@ -66,10 +66,10 @@ class PieceWriter:
         """Whether the last piece is of the current kind, which has text: further text only continues it."""
         return self._last is not None and self._last.kind is self.kind and self.kind in self.begun
 
-    def write_whole(self, text: str, num_tokens: int) -> None:
-        """Show the text of some tokens, which continues the last piece; there are no stop strings."""
+    def write_whole(self, text: str, num_tokens: int) -> Piece:
+        """Return the piece of some tokens whose text continues the last piece; there are no stop strings."""
         self.start += len(text)
-        self._show(text, num_tokens)
+        return Piece(self.kind, self._shown(text), num_tokens)
 
     def write_text(self) -> None:
         """Show the text before the cursor as the current kind.
@@ -143,12 +143,16 @@ class PieceWriter:
         return text
 
     def _show(self, text: str, num_tokens: int = 0) -> None:
+        self._add(Piece(self.kind, self._shown(text), num_tokens))
+
+    def _shown(self, text: str) -> str:
+        """Return the text without the whitespace at its end, which is held back."""
         whole = self._space[self.kind] + text
         shown = whole.rstrip()
         self._space[self.kind] = whole[len(shown) :]
         if shown:
             self._region_has_text = True
-        self._add(Piece(self.kind, shown, num_tokens))
+        return shown
 
     @property
     def _call_index(self) -> int:

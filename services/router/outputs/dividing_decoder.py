@@ -26,6 +26,7 @@ class DividingDecoder:
         self.has_calls = False
         self._tokenizer = tokenizer
         self._request = request
+        self._has_stops = bool(request.response.stop_strings)
         self._index = index
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
         self._parser = parser
@@ -34,15 +35,14 @@ class DividingDecoder:
     def feed(self, token_ids: Sequence[int]) -> tuple[Fed, int]:
         """Take the next tokens, up to the one that completes a stop string, as ``StoppingDecoder`` does."""
         (whole, divided), parser = self._decoder.feed_each(token_ids), self._parser
-        has_stops = bool(self._request.response.stop_strings)
-        if not has_stops and self._tokenizer.are_ordinary(token_ids):
-            pieces = parser.feed_text(whole, len(token_ids))
-            if pieces is not None:
-                self._pieces += pieces
+        if token_ids and not self._has_stops and self._tokenizer.are_ordinary(token_ids):
+            piece = parser.feed_text(whole, len(token_ids))
+            if piece is not None:
+                self._pieces.append(piece)
                 return Fed(whole), len(token_ids)
         texts = divided()
         tokens = list(zip(texts, map(self._tokenizer.is_special, token_ids), strict=True))
-        if not has_stops:
+        if not self._has_stops:
             self._pieces += parser.feed_all(tokens)
             return Fed(whole), len(token_ids)
         for num_taken, (text, is_special) in enumerate(tokens, start=1):

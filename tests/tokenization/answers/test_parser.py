@@ -533,7 +533,7 @@ def test_tokens_that_only_continue_a_text_may_be_fed_together(
         tokens = [(text, False) for text in parts[start:end]]
         expected += one_by_one.feed_all(tokens)
         fed = together.feed_text("".join(parts[start:end]), end - start)
-        pieces += together.feed_all(tokens) if fed is None else fed
+        pieces += together.feed_all(tokens) if fed is None else [fed]
     assert [*pieces, *together.finish()] == [*expected, *one_by_one.finish()]
 
 
@@ -551,7 +551,7 @@ def test_tokens_count_to_the_same_parts_however_they_are_batched(
     for start, end in pairwise(sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})):
         batch = tokens[start:end]
         fed = parser.feed_text("".join(batch), len(batch))
-        pieces += parser.feed_all((text, False) for text in batch) if fed is None else fed
+        pieces += parser.feed_all((text, False) for text in batch) if fed is None else [fed]
     pieces += parser.finish()
     alone = pieces_of(answer_format, tokens, streams_arguments=streams_arguments)
     assert counted(pieces) == counted(alone)
@@ -563,7 +563,7 @@ def test_a_token_without_text_counts_to_the_call_before_it(batches: list[list[st
     pieces = parser.feed('<tool_call>{"name": "g"}</tool_call>')
     for batch in batches:
         fed = parser.feed_text("".join(batch), len(batch))
-        pieces += parser.feed_all((text, False) for text in batch) if fed is None else fed
+        pieces += parser.feed_all((text, False) for text in batch) if fed is None else [fed]
     assert counted([*pieces, *parser.finish()]) == {(Kind.CALL, 0): 2, (Kind.CONTENT, 0): 1}
 
 
@@ -579,7 +579,7 @@ def test_a_text_without_a_delimiter_is_fed_at_once() -> None:
     parser = AnswerParser(AnswerFormat(THINK, formats.HERMES), prompt_tail="", schemas=SCHEMAS)
     assert parser.feed_text("a", 1) is None, "the answer may still begin with a delimiter"
     assert parser.feed_all([("a", False)]) == [Piece(Kind.CONTENT, "a", 1)]
-    assert parser.feed_text("b c", 2) == [Piece(Kind.CONTENT, "b c", 2)]
+    assert parser.feed_text("b c", 2) == Piece(Kind.CONTENT, "b c", 2)
     assert parser.feed_text("d <", 2) is None
 
 
