@@ -42,7 +42,7 @@ class TransferMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._blocks = Counter(
             "quire_kv_transfer_blocks_total",
-            "KV blocks moved: received and sent by pushes, pulled and lent by pulls.",
+            "KV blocks moved: received and sent by pushes, pulled from peers, and lent to peers that pull.",
             ["direction"],
             registry=registry,
         )

@@ -10,19 +10,19 @@ from quire.services.server.phases import Phase
 _HEAD = """\
 # Metrics
 
-Generated from the code by `python -m quire.observability.build`; a test compares this page with the code.
+`python -m quire.observability.build` writes this page.
 
-Each process serves its metrics for Prometheus over HTTP, at `/metrics` of its `--metrics-port`. Histograms
-have the series `_bucket`, `_count` and `_sum`. Labels are shown with the values that are known in advance,
-whose series begin at 0. A part that is off has no metrics, for example the index without `--redis-url`.
-Prometheus adds `job` (`router`, `prefill` or `decode`) and `instance`. [operations.md](operations.md)
-explains dashboards, alerts and traces.
+Each process serves its metrics for Prometheus at `/metrics` of its `--metrics-port`. Histograms have the series
+`_bucket`, `_count` and `_sum`. Labels are shown with the values that are known in advance, whose series begin
+at 0. A part that is off has no metrics, for example the index without `--redis-url`. Prometheus adds `job`
+(`router`, `prefill` or `decode`) and `instance`. [operations.md](operations.md) explains dashboards, alerts and
+traces.
 
 ## The phases of a request
 
 `quire_request_phase_seconds` observes each phase once for each attempt, in the process where it happens. The
-phases from `admit` to `prefill_compute` add up to the time to the first token, except for the network, the
-event loops and a wait for a worker. The others lie between the first token and the second.
+phases from `admit` to `prefill_compute` add up to the time to the first token, without the network, the event
+loops and a wait for a worker. The others lie between the first token and the second.
 
 """
 

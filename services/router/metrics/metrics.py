@@ -91,7 +91,7 @@ class RouterMetrics:
         )
         self._shown: set[tuple[str, str, str]] = set()
         self.prompt_tokens = _counter(
-            registry, "prompt_tokens", "Tokens of accepted requests: of prompts, and those in received."
+            registry, "prompt_tokens", "Tokens of the prompts of accepted requests, and those in `received`."
         )
         self.prompt_tokens_cached = _counter(
             registry, "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
@@ -100,24 +100,24 @@ class RouterMetrics:
             registry, "prompt_tokens_predicted", "Prompt tokens that were cached according to the index."
         )
         self.generation_tokens = _counter(
-            registry, "generation_tokens", "Tokens of answers, also of those that best_of does not return."
+            registry, "generation_tokens", "Tokens of answers, including those that best_of does not return."
         )
-        self.success = _counter(registry, "request_success", "Requests answered whole.", "finished_reason")
+        self.success = _counter(registry, "request_success", "Requests that were answered completely.", "finished_reason")
         self.failure = _counter(
             registry, "request_failure", "Requests that ended with an error.", "grpc_code"
         )
-        self.rejections = _counter(registry, "admission_rejections", "Requests refused at once.", "reason")
+        self.rejections = _counter(registry, "admission_rejections", "Requests that were refused immediately.", "reason")
         self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
         self.expected_tokens = _counter(
             registry,
             "router_expected_tokens",
-            "Prompt tokens that were expected to be cached or pulled, and were found so.",
+            "Prompt tokens that were expected to be cached or pulled, and that were.",
             "kind",
         )
         self.expected_seconds = _counter(
             registry,
             "router_expected_seconds",
-            "Seconds from the choice to the first token: expected, and taken.",
+            "Seconds from the choice of workers to the first token: expected, and taken.",
             "kind",
         )
         self._create_outcomes(registry)
@@ -139,12 +139,12 @@ class RouterMetrics:
 
     def _create_outcomes(self, registry: CollectorRegistry) -> None:
         self.pulls = _counter(
-            registry, "kv_pull_requests", "Pulls that were asked for, by how they ended.", "result"
+            registry, "kv_pull_requests", "Requested pulls, by how they ended.", "result"
         )
         self.retries = _counter(
             registry,
             "retries",
-            "Attempts lost on a worker, by its role and the gRPC status it failed with.",
+            "Failed attempts, by the role of the worker and its gRPC status.",
             "role",
             "cause",
         )

@@ -267,7 +267,7 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
         "quire_preemptions", "Preempted requests, by how they get their blocks back.", labels=["kind"]
     )
     drafts = CounterMetricFamily(
-        "quire_speculation_tokens", "Draft tokens, and right draft tokens.", labels=["kind"]
+        "quire_speculation_tokens", "Draft tokens, and those that were accepted.", labels=["kind"]
     )
     if now is not None:
         for kind, count in now.drafts._asdict().items():
