@@ -12,11 +12,11 @@ _HEAD = """\
 
 `python -m quire.observability.build` writes this page.
 
-Each process serves its metrics for Prometheus at `/metrics` of its `--metrics-port`. Histograms have the series
-`_bucket`, `_count` and `_sum`. Labels are shown with the values that are known in advance, whose series begin
-at 0. A part that is off has no metrics, for example the index without `--redis-url`. Prometheus adds `job`
-(`router`, `prefill` or `decode`) and `instance`. [operations.md](operations.md) explains dashboards, alerts and
-traces.
+Each process serves its metrics for Prometheus at `/metrics` of its `--metrics-port`. Histograms have the
+series `_bucket`, `_count` and `_sum`. Labels are shown with the values that are known in advance, whose
+series begin at 0. A part that is off has no metrics, for example the index without `--redis-url`. Prometheus
+adds `job` (`router`, `prefill` or `decode`) and `instance`. [operations.md](operations.md) explains
+dashboards, alerts and traces.
 
 ## The phases of a request
 

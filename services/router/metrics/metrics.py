@@ -102,11 +102,15 @@ class RouterMetrics:
         self.generation_tokens = _counter(
             registry, "generation_tokens", "Tokens of answers, including those that best_of does not return."
         )
-        self.success = _counter(registry, "request_success", "Requests that were answered completely.", "finished_reason")
+        self.success = _counter(
+            registry, "request_success", "Requests that were answered completely.", "finished_reason"
+        )
         self.failure = _counter(
             registry, "request_failure", "Requests that ended with an error.", "grpc_code"
         )
-        self.rejections = _counter(registry, "admission_rejections", "Requests that were refused immediately.", "reason")
+        self.rejections = _counter(
+            registry, "admission_rejections", "Requests that were refused immediately.", "reason"
+        )
         self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
         self.expected_tokens = _counter(
             registry,
@@ -138,9 +142,7 @@ class RouterMetrics:
         self._shown = set(numbers)
 
     def _create_outcomes(self, registry: CollectorRegistry) -> None:
-        self.pulls = _counter(
-            registry, "kv_pull_requests", "Requested pulls, by how they ended.", "result"
-        )
+        self.pulls = _counter(registry, "kv_pull_requests", "Requested pulls, by how they ended.", "result")
         self.retries = _counter(
             registry,
             "retries",
