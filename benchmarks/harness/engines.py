@@ -53,8 +53,6 @@ def make_engine(
     block_size: int = BLOCK_SIZE,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
-    max_model_len: int | None = None,
-    device: torch.device = CPU,
     num_swap_blocks: int = 0,
     **parts: Any,
 ) -> Engine:
@@ -63,8 +61,8 @@ def make_engine(
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
     if num_swap_blocks:
         parts["swap_memory"] = KvMemory(shape, num_swap_blocks, CPU, is_pool=False)
-    memory = KvMemory(shape, num_blocks, device)
-    return Engine(model, memory, limits, block_hash, max_model_len, EngineParts(**parts))
+    memory = KvMemory(shape, num_blocks, CPU)
+    return Engine(model, memory, limits, block_hash, None, EngineParts(**parts))
 
 
 def as_sequence(index: int, prompt: list[int], params: SamplingParams) -> Sequence:

@@ -50,25 +50,22 @@ SIZES = {
 """Sizes of the models, by their number of parameters."""
 
 
-def random_llama(
-    size: str, folder: Path = CACHE, dtype: torch.dtype = torch.float32, *, max_length: int = 4096
-) -> Path:
-    """Return the folder of a random Llama with a byte tokenizer; make it if it does not exist.
+def random_llama(size: str, folder: Path, *, max_length: int = 4096) -> Path:
+    """Return the folder of a random Llama with a byte tokenizer, in float32; make it if it does not exist.
 
     Args:
         size: one of ``SIZES``.
         folder: folder of all models.
-        dtype: dtype of the weights.
         max_length: most tokens of a sequence, unless the size has its own.
     """
-    path = folder / "models" / f"{size}-{str(dtype).removeprefix('torch.')}-{max_length}"
+    path = folder / "models" / f"{size}-float32-{max_length}"
     if not path.exists():
         torch.manual_seed(0)
         values = {"max_position_embeddings": max_length, **SIZES[size]}
         config = LlamaConfig(**values, bos_token_id=0, eos_token_id=1, pad_token_id=0)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         byte_tokenizer().save_pretrained(unfinished)
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(unfinished)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(unfinished)
         unfinished.rename(path)
     return path
 
