@@ -6,6 +6,7 @@ from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -67,70 +68,95 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry, slo: SloTargets | None = None) -> None:
         self.registry = registry
+        counter = partial(_counter, registry)
         self.token_times = TokenTimes()
         self.tenants: defaultdict[str, TenantCounts] = defaultdict(TenantCounts)
         self.phases = PhaseMetrics(registry, ROUTER_PHASES)
         self.slo = SloMetrics(registry, slo or SloTargets())
-        self.requests_running = Gauge(
-            "quire_router_requests_running", "Requests accepted and not finished.", registry=registry
-        )
-        self.requests_waiting = Gauge(
-            "quire_router_requests_waiting", "Requests that wait for a worker.", registry=registry
-        )
-        self.request_bytes = Gauge(
-            "quire_router_request_bytes",
-            "Bytes of the requests under way, without the first 64 KiB of each.",
-            registry=registry,
-        )
-        self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=registry)
-        self.revision_workers = Gauge(
-            "quire_revision_workers",
-            "Workers by revision, role and state; waiting: the revision lacks a worker of the other role.",
-            ["revision", "role", "state"],
-            registry=registry,
-        )
         self._shown: set[tuple[str, str, str]] = set()
-        self.prompt_tokens = _counter(
-            registry, "prompt_tokens", "Tokens of the prompts of accepted requests, and those in `received`."
+        self._create_gauges()
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Tokens of the prompts of accepted requests, and those in `received`."
         )
-        self.prompt_tokens_cached = _counter(
-            registry, "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
+        self.prompt_tokens_cached = counter(
+            "prompt_tokens_cached", "Prompt tokens whose KV was not computed."
         )
-        self.prompt_tokens_predicted = _counter(
-            registry, "prompt_tokens_predicted", "Prompt tokens that were cached according to the index."
+        self.prompt_tokens_predicted = counter(
+            "prompt_tokens_predicted", "Prompt tokens that were cached according to the index."
         )
-        self.generation_tokens = _counter(
-            registry, "generation_tokens", "Tokens of answers, including those that best_of does not return."
+        self.generation_tokens = counter(
+            "generation_tokens", "Tokens of answers, including those that best_of does not return."
         )
-        self.success = _counter(
-            registry, "request_success", "Requests that were answered completely.", "finished_reason"
-        )
-        self.failure = _counter(
-            registry, "request_failure", "Requests that ended with an error.", "grpc_code"
-        )
-        self.rejections = _counter(
-            registry, "admission_rejections", "Requests that were refused immediately.", "reason"
-        )
-        self.decisions = _counter(registry, "router_decision", "Choices of a worker.", "role", "reason")
-        self.expected_tokens = _counter(
-            registry,
+        self.success = counter("request_success", "Requests that were answered completely.", "finished_reason")
+        self.failure = counter("request_failure", "Requests that ended with an error.", "grpc_code")
+        self.rejections = counter("admission_rejections", "Requests that were refused immediately.", "reason")
+        self.decisions = counter("router_decision", "Choices of a worker.", "role", "reason")
+        self.expected_tokens = counter(
             "router_expected_tokens",
             "Prompt tokens that were expected to be cached or pulled, and that were.",
             "kind",
         )
-        self.expected_seconds = _counter(
-            registry,
+        self.expected_seconds = counter(
             "router_expected_seconds",
             "Seconds from the choice of workers to the first token: expected, and taken.",
             "kind",
         )
-        self._create_outcomes(registry)
-        self._create_times(registry)
+        self.pulls = counter("kv_pull_requests", "Requested pulls, by how they ended.", "result")
+        self.retries = counter(
+            "retries",
+            "Failed attempts, by the role of the worker and its gRPC status.",
+            "role",
+            "cause",
+        )
+        self._create_times()
         self.turns = Turns(registry)
-        self.ended_session_blocks = _counter(
-            registry, "ended_session_blocks", "Cached blocks that were dropped because their session ended."
+        self.ended_session_blocks = counter(
+            "ended_session_blocks", "Cached blocks that were dropped because their session ended."
         )
         self._begin_at_zero()
+
+    def _create_gauges(self) -> None:
+        self.requests_running = Gauge(
+            "quire_router_requests_running", "Requests accepted and not finished.", registry=self.registry
+        )
+        self.requests_waiting = Gauge(
+            "quire_router_requests_waiting", "Requests that wait for a worker.", registry=self.registry
+        )
+        self.request_bytes = Gauge(
+            "quire_router_request_bytes",
+            "Bytes of the requests under way, without the first 64 KiB of each.",
+            registry=self.registry,
+        )
+        self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=self.registry)
+        self.revision_workers = Gauge(
+            "quire_revision_workers",
+            "Workers by revision, role and state; waiting: the revision lacks a worker of the other role.",
+            ["revision", "role", "state"],
+            registry=self.registry,
+        )
+
+    def _create_times(self) -> None:
+        histogram = partial(_histogram, self.registry)
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
+        )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Between two messages with tokens.", ITL_BUCKETS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of an answer's tokens after its first.",
+            ITL_BUCKETS,
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
+        )
+        self.request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Tokens of a finished request's answers.", TOKEN_BUCKETS
+        )
 
     def show_revisions(self, workers: Iterable[tuple[str, str, str]]) -> None:
         """Show how many workers have each revision, role and state; what has no worker disappears."""
@@ -140,39 +166,6 @@ class RouterMetrics:
         for labels, number in numbers.items():
             self.revision_workers.labels(*labels).set(number)
         self._shown = set(numbers)
-
-    def _create_outcomes(self, registry: CollectorRegistry) -> None:
-        self.pulls = _counter(registry, "kv_pull_requests", "Requested pulls, by how they ended.", "result")
-        self.retries = _counter(
-            registry,
-            "retries",
-            "Failed attempts, by the role of the worker and its gRPC status.",
-            "role",
-            "cause",
-        )
-
-    def _create_times(self, registry: CollectorRegistry) -> None:
-        self.time_to_first_token = _histogram(
-            registry, "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
-        )
-        self.inter_token_latency = _histogram(
-            registry, "inter_token_latency_seconds", "Between two messages with tokens.", ITL_BUCKETS
-        )
-        self.time_per_output_token = _histogram(
-            registry,
-            "request_time_per_output_token_seconds",
-            "Mean time of an answer's tokens after its first.",
-            ITL_BUCKETS,
-        )
-        self.e2e_latency = _histogram(
-            registry, "e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
-        )
-        self.request_prompt_tokens = _histogram(
-            registry, "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS
-        )
-        self.request_generation_tokens = _histogram(
-            registry, "request_generation_tokens", "Tokens of a finished request's answers.", TOKEN_BUCKETS
-        )
 
     def _begin_at_zero(self) -> None:
         """Create the labelled counters at zero: ``rate`` misses the first increment of a new counter."""
