@@ -39,7 +39,7 @@ from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import cpu_seconds
 from quire.benchmarks.harness.tables import table
 from quire.kvindex.kv_layout import KvLayout
-from quire.kvtransfer.frame import MESSAGE_BYTES, Frame, digest
+from quire.kvtransfer.frame import MESSAGE_BYTES, Frame, Transport, digest
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.push_receiver import KvTransferServicer
 from quire.kvtransfer.push_sender import BlockPush, PromptBlocks, PushSummary
@@ -47,7 +47,6 @@ from quire.kvtransfer.transports.interface import Transports
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.kvtransfer.transports.nixl import NixlPools
 from quire.kvtransfer.transports.shared import SharedPools
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool

@@ -14,7 +14,7 @@ from quire.cli.processes import DECODE, PREFILL, ROUTER, STACK, STACK_ROUTER, ST
 from quire.cli.spread import spread
 
 if TYPE_CHECKING:
-    from quire.services.doctor.finding import Finding
+    from quire.services.doctor.machine import Finding
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 

@@ -15,7 +15,6 @@ from quire.engine.kv_cache.block_pool import BlockListener
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.kv_cache.swap_cost import SwapCost
 from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.kv_cache.window_pool import WindowPool, pool_of
@@ -31,7 +30,7 @@ from quire.engine.scheduling.requests import Requests
 from quire.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.scheduling.step_results import StepResults
-from quire.engine.scheduling.swapping import Swapping
+from quire.engine.scheduling.swapping import SwapCost, Swapping
 from quire.engine.scheduling.transfers import Transfers
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.block_tokens import Describe

@@ -1,8 +1,9 @@
-"""The metadata of one step that attention over paged blocks needs."""
+"""What kernels read besides tensors: the sequences of a step, and their adapters."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,3 +43,22 @@ class AttentionMetadata(NamedTuple):
             assert frame == 0, "the tables are those of blocks of one frame"
             return self
         return self._replace(block_tables=self.block_tables[frame], slot_mapping=self.slot_mapping[frame])
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter (LoRA, Hu et al., 2021) of the linear layers of one loaded model.
+
+    Sequences that use it keep its memory alive.
+
+    Attributes:
+        digest: identifies its weights; two adapters with equal digests compute the same.
+        address: of its ``kernels.cpu.low_rank.UPDATE`` for each layer and linear layer.
+        rank: largest rank of its updates, padded.
+        held: the memory that the addresses refer to.
+    """
+
+    digest: str
+    address: int
+    rank: int
+    held: Any = field(repr=False)

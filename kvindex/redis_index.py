@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
+import redis
+import redis.retry
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -30,6 +32,7 @@ from redis.exceptions import InvalidResponse, ResponseError
 from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
 from quire.kvindex.worker_record import WorkerRecord, read_records
 
+OLDEST_REDIS = (6, 2)
 BLOCKS, LEASES, SLOTS = "{q}b", "{q}l", "{q}slots"
 
 LOOK_UP_BLOCKS = 4096
@@ -219,3 +222,28 @@ class WorkerLease:
 
 def _batches(block_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
     return [block_hashes[i : i + PUBLISH_BLOCKS] for i in range(0, len(block_hashes), PUBLISH_BLOCKS)]
+
+
+def redis_version(url: str, seconds: float) -> str:
+    """Return the version of the Redis at a URL in the form that ``reader_client`` takes.
+
+    Args:
+        seconds: time to connect, and then time for the answer.
+
+    Raises:
+        RedisError, RedisClusterException, OSError: it does not answer, or refuses the user.
+        ValueError: the URL is malformed.
+    """
+    kind: Any = redis.RedisCluster if "+cluster://" in url else redis.Redis
+    options = {
+        "socket_connect_timeout": seconds,
+        "socket_timeout": seconds,
+        "retry": redis.retry.Retry(NoBackoff(), 0),
+    }
+    with kind.from_url(url.replace("+cluster://", "://", 1), **options) as client:
+        if isinstance(client, redis.RedisCluster):
+            client = client.get_redis_connection(client.get_default_node())
+        # The users of users.acl may not call INFO; every user may call HELLO.
+        answer = client.execute_command("HELLO")
+        fields = answer if isinstance(answer, dict) else dict(zip(answer[::2], answer[1::2], strict=True))
+        return str(next(value.decode() for key, value in fields.items() if key == b"version"))

@@ -1,4 +1,4 @@
-"""The form of a block on the wire, and the check of its bytes.
+"""The ways of a block to a receiver, its form on the wire, and the check of its bytes.
 
 ::
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
-from quire.kvtransfer.errors import DigestMismatchError
-from quire.kvtransfer.transports.transport import Transport
+from quire.kvtransfer.errors import DigestMismatchError, ProtocolError
 from quire.protos import kvtransfer_pb2
 
 if TYPE_CHECKING:
@@ -36,6 +36,28 @@ With smaller messages, the fixed cost of each matters. With larger ones, the rec
 """
 
 Buffer = bytes | memoryview
+
+
+class Transport(StrEnum):
+    """How the bytes of blocks reach a receiver; the values are the names in settings, metrics and logs."""
+
+    MESSAGES = "messages"
+    SHARED = "shared"
+    NIXL = "nixl"
+
+    @property
+    def on_wire(self) -> kvtransfer_pb2.Transport:
+        """The transport's value in messages."""
+        value: kvtransfer_pb2.Transport = getattr(kvtransfer_pb2, f"TRANSPORT_{self.name}")
+        return value
+
+    @classmethod
+    def from_wire(cls, value: kvtransfer_pb2.Transport) -> Transport:
+        """Return the transport that a message names."""
+        for transport in cls:
+            if transport.on_wire == value:
+                return transport
+        raise ProtocolError(f"the other worker names a transport, {value}, that does not exist")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.kvtransfer import errors
+from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.push_sender import PushSummary
-from quire.kvtransfer.transports.transport import Transport
 
 RECEIVER_ERRORS = (
     errors.BadBlockError,

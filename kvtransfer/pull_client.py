@@ -13,11 +13,10 @@ import grpc.aio
 
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFailedError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.transports.interface import Intake, Transports
 from quire.kvtransfer.transports.messages import MESSAGES, MESSAGES_ONLY
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool

@@ -10,12 +10,12 @@ import grpc
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
+from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases, Lease
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports, agreed
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 

@@ -16,11 +16,10 @@ import grpc.aio
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, PushFailedError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.transports.interface import Transports, agreed
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool

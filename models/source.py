@@ -1,7 +1,9 @@
-"""Finds the folder of a model: the bundled one, a local folder, or a revision's download from the hub."""
+"""Finds the folder of a model: the bundled one, a local folder, or a download from the hub; digests files."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,3 +79,27 @@ def pin_revision(source: str, folder: Path) -> str:
 
 def _is_local(source: str) -> bool:
     return Path(source).is_dir() or is_gguf(source)
+
+
+def text_digest(folder: Path) -> str:
+    """Return a digest of a model's tokenizer, chat template and sampling defaults, of those that it has.
+
+    The version of the library that has saved a file does not count.
+    """
+    digest = hashlib.sha256()
+    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        path = folder / name
+        if path.exists():
+            content = _content(path.read_bytes())
+            digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _content(content: bytes) -> bytes:
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return content
+    if isinstance(value, dict):
+        value.pop("transformers_version", None)
+    return json.dumps(value, sort_keys=True).encode()

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from quire.routing import policy, pulls
 from quire.routing.history import PrefixHistory
-from quire.routing.policy import CandidateWorker, Estimate, Policy, Reason
+from quire.routing.policy import CandidateWorker, Estimate, Policy, Reason, receiving
 from quire.routing.pulls import Blocks, Peer, Pulls
 from quire.routing.rates import Rates
-from quire.routing.revisions import receiving
 from quire.settings.setting import Panel, check_settings, setting
 
 PREFILL_TOKENS_PER_SECOND = 10_000.0

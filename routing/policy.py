@@ -16,7 +16,7 @@ has sent to each worker. Both share the rest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from random import Random
 from typing import Literal, NamedTuple, TypeVar
@@ -236,3 +236,19 @@ def _cheapest(
 def _rendezvous(key: bytes, worker_id: str) -> bytes:
     """Return a worker's rank for a key; when workers join or leave, few keys change their first worker."""
     return hashlib.blake2b(worker_id.encode(), key=key[:64], digest_size=8).digest()
+
+
+def receiving(prefill: Collection[str], decode: Sequence[str]) -> list[str]:
+    """Return the revisions of the served model that receive requests: those with workers of both roles.
+
+    A revision is what prefill and decode workers must share: weights, block layout, arithmetic.
+
+    If there is none, the decode workers of one revision compute prompts too, or prefill workers serve alone
+    what needs no decode worker.
+
+    Args:
+        prefill: revisions of the prefill workers that can serve.
+        decode: revisions of the decode workers that can serve, the first joined first.
+    """
+    complete = [each for each in dict.fromkeys(decode) if each in prefill]
+    return complete or [*decode[:1]] or [*dict.fromkeys(prefill)][:1]

@@ -117,3 +117,25 @@ class _Shared:
     channel: grpc.aio.Channel
     num_users: int = 0
     used_at: float = 0.0
+
+
+class ChannelClosedError(Exception):
+    """The channel was closed before the call or during it."""
+
+
+@contextmanager
+def closed_channel_errors() -> Iterator[None]:
+    """Raise ``ChannelClosedError`` for a call on a closed channel.
+
+    If the channel is closed before a call begins, gRPC raises ``UsageError``. If it is closed during the
+    call, gRPC raises ``CancelledError``, although the task that waits for the call was not cancelled.
+    """
+    try:
+        yield
+    except grpc.aio.UsageError as error:
+        raise ChannelClosedError(str(error)) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ChannelClosedError("the channel was closed during the call") from error

@@ -26,9 +26,8 @@ from matplotlib.axes import Axes
 from quire.benchmarks.harness.engines import BLOCK_SIZE, as_sequence, load_demo, make_engine
 from quire.benchmarks.harness.tables import table
 from quire.benchmarks.paper.allocators import AdmissionPolicy, baselines
-from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
-from quire.benchmarks.paper.workload import SHAREGPT, Request, poisson_arrivals
+from quire.benchmarks.paper.workload import SHAREGPT, Prompts, Request, make_prompts, poisson_arrivals
 from quire.engine.engine import Engine
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams

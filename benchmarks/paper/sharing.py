@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 
 from quire.benchmarks.harness.engines import BLOCK_SIZE, as_sequence, load_demo, make_engine, run_to_end
 from quire.benchmarks.harness.tables import table
-from quire.benchmarks.paper.prompts import Prompts, make_prompts
 from quire.benchmarks.paper.report import Result, progress
-from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Request
+from quire.benchmarks.paper.workload import ALPACA, SHAREGPT, Prompts, Request, make_prompts
 from quire.engine.engine import Engine
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.model_runner import ModelRunner

@@ -1,4 +1,4 @@
-"""Makes requests with the lengths of the paper's two data sets, and their times of arrival.
+"""Makes requests with the lengths of the paper's two data sets, their times of arrival, and their prompts.
 
 The paper publishes only the means: ShareGPT 161 input and 338 output tokens, Alpaca 19 and 58. Lengths are
 sampled from log-normal distributions, with those means after truncation at the model's maximum; the widths
@@ -7,10 +7,16 @@ are assumptions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
+
+from quire.models.notes import ITEMS, sample_notes, text
+from quire.models.source import demo_model_path
 
 MAX_LENGTH = 2048
 """Tokens of the longest sequence, as in the paper's OPT models."""
@@ -75,3 +81,21 @@ def poisson_arrivals(num_requests: int, rate: float) -> list[float]:
     """Return the seconds at which requests arrive, ``rate`` of them a second on average."""
     gaps = np.random.default_rng(0).exponential(1.0, num_requests)
     return [float(second) for second in np.cumsum(gaps) / rate]
+
+
+Prompts = Callable[[int, int], list[int]]
+"""Returns the tokens of a prompt of a given length, with a seed."""
+
+
+def make_prompts() -> Prompts:
+    """Return a function that makes prompts: notes in the demo model's language, truncated to the length."""
+    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
+
+    def prompt(length: int, seed: int) -> list[int]:
+        random, tokens = Random(seed), list[int]()
+        while len(tokens) < length:
+            num_notes = min(len(ITEMS), length // 8 + 1)
+            tokens += tokenizer.encode(text(sample_notes(random, num_notes))).ids
+        return tokens[:length]
+
+    return prompt

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from quire.engine.errors import RequestFailedError
 from quire.engine.sequences.pooling import PooledPrompt
 from quire.engine.structured_output.logits_rules import LogitsRules
-from quire.kernels.adapter import Adapter
+from quire.kernels.metadata import Adapter
 from quire.sampling.params import SamplingParams
 
 NO_BLOCK = -1

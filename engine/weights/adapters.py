@@ -19,9 +19,9 @@ from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.digest import describe_tensor
 from quire.engine.weights.files import check_safetensors
 from quire.engine.weights.loader import LoadedModel
-from quire.kernels.adapter import Adapter
 from quire.kernels.cpu.linear import UNIT
 from quire.kernels.cpu.low_rank import LINEARS, UPDATE, pack_a, pack_b
+from quire.kernels.metadata import Adapter
 from quire.models.file_checks import damaged, read_object
 from quire.models.source import find_model
 

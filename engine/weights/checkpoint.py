@@ -15,8 +15,7 @@ from safetensors import safe_open
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
 from quire.engine.weights.files import weight_files
-from quire.engine.weights.lazy_tensor import LazyTensor
-from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in, weight_bytes
+from quire.engine.weights.packed_codes import LazyTensor, pack, pack_mxfp4, stand_in, weight_bytes
 from quire.engine.weights.quantization import read_quantization
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object

@@ -20,8 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from quire.engine.weights.dequantize import Codes
-from quire.engine.weights.lazy_tensor import LazyTensor
-from quire.engine.weights.packed_codes import pack, stand_in, weight_bytes
+from quire.engine.weights.packed_codes import LazyTensor, pack, stand_in, weight_bytes
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME

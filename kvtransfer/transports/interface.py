@@ -11,8 +11,7 @@ from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
 from quire.kvtransfer.errors import NotSharedError
-from quire.kvtransfer.frame import Frame
-from quire.kvtransfer.transports.transport import Transport
+from quire.kvtransfer.frame import Frame, Transport
 from quire.protos import kvtransfer_pb2 as pb
 
 _MAX_TOLD = 1024

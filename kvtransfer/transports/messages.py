@@ -7,9 +7,8 @@ from concurrent.futures import Executor
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.transports.interface import Intake
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 
 

@@ -32,9 +32,8 @@ import numpy as np
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.transports.interface import Intake, OwnPool, Tell, ToldOnce
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.rpc.loopback import REMEDY
 

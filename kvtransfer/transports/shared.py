@@ -14,11 +14,10 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.transports.interface import Intake, Tell, ToldOnce
 from quire.kvtransfer.transports.messages import MESSAGES
 from quire.kvtransfer.transports.pool_socket import PoolSocket, boot_id, fetch_pool, open_directory
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 
 FAILED_SECONDS = 5.0

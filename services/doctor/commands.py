@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quire.services.doctor.finding import Finding
-from quire.services.doctor.machine import check_machine
+from quire.services.doctor.machine import Finding, check_machine
 from quire.services.doctor.surroundings import check_open_files, check_ports, check_redis, check_tls
 from quire.services.local.config import LocalStackConfig
 from quire.services.router.config import RouterConfig

@@ -6,10 +6,25 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from quire.engine.runner.control_groups import ControlGroups
-from quire.services.doctor.finding import Finding
 from quire.services.worker.config import WorkerConfig
+
+
+class Finding(NamedTuple):
+    """What was found out about a subject.
+
+    Attributes:
+        level: "warning" if the command serves, but slower or less safely; "problem" if it cannot serve.
+        remedy: one line, empty if nothing is to be done.
+    """
+
+    level: Literal["ok", "warning", "problem"]
+    subject: str
+    text: str
+    remedy: str = ""
+
 
 PACKAGES = ("torch", "transformers", "numba")
 INSTALL = "in quire's clone, run .venv/bin/pip install -e '.[worker]'"

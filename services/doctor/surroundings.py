@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from quire.kvindex.index import UNREACHABLE
-from quire.kvindex.redis_version import OLDEST_REDIS, redis_version
+from quire.kvindex.redis_index import OLDEST_REDIS, redis_version
 from quire.rpc.errors import BadFileError
-from quire.services.doctor.finding import Finding
+from quire.services.doctor.machine import Finding
 
 if TYPE_CHECKING:
     from quire.rpc.tls import TlsFiles

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from quire.engine.runner.processors import read_cores, share_of_quota
 from quire.kvindex.index import UNREACHABLE
-from quire.kvindex.redis_version import redis_version
+from quire.kvindex.redis_index import redis_version
 from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.rpc.errors import ServiceError

@@ -325,7 +325,7 @@ async def _follow_workers(
         for role in ("prefill", "decode"):
             running.metrics.workers.labels(role).set(len(workers.live(role)))
         running.metrics.show_revisions(
-            (each.revision, each.role, workers.state(each)) for each in workers.all()
+            (each.revision, each.role, state) for each, state in workers.states().items()
         )
         is_complete = cluster.done() and workers.live("decode")
         if running.calls.is_stopping and not workers.live("decode") and not workers.expects_workers:

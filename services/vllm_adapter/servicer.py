@@ -9,20 +9,24 @@ get.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+import zipfile
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
-from quire.models.source import CONFIGURATION_FILES, find_model, without_revision
+from quire.models.source import CONFIGURATION_FILES, TOKENIZER_FILES, find_model, without_revision
 from quire.protos import worker_pb2
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.errors import (
@@ -39,7 +43,6 @@ from quire.services.requests.validation import ValidRequest, validate
 from quire.services.vllm_adapter.answers import AnswerWriter
 from quire.services.vllm_adapter.hand_off import hand_off, has_hand_off, num_cached_tokens, pull_source
 from quire.services.vllm_adapter.requests import fields_as_sent, generation_from_proto
-from quire.services.vllm_adapter.tokenizer_archive import pieces, tokenizer_archive
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import decoding_here
 from quire.services.worker.requests.convert import converting, outputs_to_proto
@@ -337,3 +340,27 @@ def _model_config(model_path: str) -> dict[str, Any]:
     path = find_model(model_path, CONFIGURATION_FILES) / "config.json"
     config: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return config
+
+
+FILES = (*TOKENIZER_FILES, *CONFIGURATION_FILES)
+PIECE_BYTES = 64 << 10
+
+
+def tokenizer_archive(folder: Path) -> bytes:
+    """Return a zip archive of the tokenizer's files and of the model's configuration."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for path in (folder / name for name in FILES):
+            if path.is_file():
+                files.write(path, path.name)
+    return archive.getvalue()
+
+
+def pieces(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
+    """Yield an archive in pieces of at most ``PIECE_BYTES``; the last piece has the archive's SHA-256."""
+    for start in range(0, len(archive), PIECE_BYTES):
+        is_last = start + PIECE_BYTES >= len(archive)
+        yield common_pb2.GetTokenizerChunk(
+            data=archive[start : start + PIECE_BYTES],
+            sha256=hashlib.sha256(archive).hexdigest() if is_last else "",
+        )

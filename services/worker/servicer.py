@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from quire.engine.engine import Engine
-from quire.engine.kv_cache.chain_tail import forget_tail
+from quire.engine.kv_cache.tiers import forget_tail
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.cluster_proof import description_proof
 from quire.services.server.log import set_level

@@ -40,7 +40,7 @@ def config(redis: RedisProcess) -> RouterConfig:
 
 
 def num_serving(running: RunningRouter) -> int:
-    return sum(running.workers.state(worker) == "serving" for worker in running.workers.all())
+    return list(running.workers.states().values()).count("serving")
 
 
 async def test_machines_of_two_kinds_share_a_cluster_only_if_both_are_portable(

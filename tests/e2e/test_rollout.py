@@ -62,7 +62,7 @@ async def test_a_rollout_loses_no_request_and_mixes_no_revisions(
         async with router(config) as running, AsyncClient(running.address, timeout=WAIT_SECONDS) as client:
 
             def states() -> dict[str, str]:
-                return {each.label: running.workers.state(each) for each in running.workers.all()}
+                return {each.label: state for each, state in running.workers.states().items()}
 
             async def ask_forever(number: int) -> None:
                 while True:

@@ -18,7 +18,7 @@ from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.adapters import UnsupportedAdapterError, load_adapter
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kernels.adapter import Adapter
+from quire.kernels.metadata import Adapter
 from quire.kvindex.block_hash import CacheScope, block_hash, root_hash
 from tests.testing.adapters import logprobs_by_formula, make_adapter
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, output, run, run_in_order

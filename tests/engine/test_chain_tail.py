@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.kv_cache.block_pool import BlockPool
-from quire.engine.kv_cache.chain_tail import forget_tail
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.kv_cache.tiers import CacheTiers
+from quire.engine.kv_cache.tiers import CacheTiers, forget_tail
 from quire.kvindex.kv_layout import KvShape
 
 NUM_POOL, NUM_HOST = 8, 6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.kv_cache.swap_cost import SwapCost
+from quire.engine.scheduling.swapping import SwapCost
 
 BLOCK_BYTES = 1 << 20
 """The first copies are assumed to take 0.5 ms for a block of this size."""

@@ -17,8 +17,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
-from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
-from quire.kvindex.redis_version import redis_version
+from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client, redis_version
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.until import until
 

@@ -19,6 +19,7 @@ import pytest
 
 from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
+from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.transports import pool_socket, shared
 from quire.kvtransfer.transports.messages import MESSAGES
 from quire.kvtransfer.transports.pool_socket import (
@@ -28,7 +29,6 @@ from quire.kvtransfer.transports.pool_socket import (
     remove_dead_sockets,
 )
 from quire.kvtransfer.transports.shared import PeerPool, SharedPools
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from tests.testing.transport_pair import (
     SENDER_EPOCH,

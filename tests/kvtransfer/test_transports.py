@@ -25,11 +25,11 @@ from quire.kvtransfer.errors import (
     PushFailedError,
     TransferError,
 )
+from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.transports.messages import MESSAGES
 from quire.kvtransfer.transports.nixl import NixlPools
 from quire.kvtransfer.transports.shared import SharedPools
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from tests.testing.rpc_errors import error_of

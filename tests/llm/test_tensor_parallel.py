@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from quire.engine.config import MAX_RANKS
-from quire.engine.kv_cache.swap_cost import SwapCost
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import RanksError
 from quire.engine.ranks import ranks as ranks_module
 from quire.engine.ranks.messages import Header, Kind
 from quire.engine.ranks.settings import check_device
+from quire.engine.scheduling.swapping import SwapCost
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig

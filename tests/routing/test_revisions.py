@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.routing.placement import PlannedPrompt, Planner, PolicyConfig
-from quire.routing.policy import IMBALANCE_SECONDS, CandidateWorker
+from quire.routing.policy import IMBALANCE_SECONDS, CandidateWorker, receiving
 from quire.routing.pulls import Blocks
-from quire.routing.revisions import receiving
 
 BLOCKS = Blocks(16, 1024)
 NUM_TOKENS = 320

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 
 
 class Silent(worker_pb2_grpc.WorkerServiceServicer):

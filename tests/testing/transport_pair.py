@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import StaleAttemptError, UnknownTicketError
-from quire.kvtransfer.frame import Frame, digest
+from quire.kvtransfer.frame import Frame, Transport, digest
 from quire.kvtransfer.leases import BlockLeases
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_client import BlockPull, Holder
@@ -28,7 +28,6 @@ from quire.kvtransfer.transports.interface import Tell, Transports
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.kvtransfer.transports.nixl import NixlPools
 from quire.kvtransfer.transports.shared import SharedPools
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool

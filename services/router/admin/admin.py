@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
@@ -58,12 +58,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
         """Return the status of every worker and tenant; a worker that does not answer has no load."""
         workers = sorted(self._workers.all(), key=lambda worker: (worker.role, worker.worker_id))
-        statuses = await asyncio.gather(*map(self._status, workers))
+        states = self._workers.states()
+        statuses = [_status(worker, states[worker]) for worker in workers]
         tenants = [
             pb.TenantStatus(name=name, **asdict(counts)) for name, counts in sorted(self._tenants.items())
         ]
         return pb.ListWorkersResponse(
-            workers=statuses,
+            workers=await asyncio.gather(*statuses),
             elastic_roles=self._roles.status(),
             metrics_address=self._metrics_address,
             tenants=tenants,
@@ -175,20 +176,6 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         _log.info("adapter_removed", adapter=request.name, workers=len(workers))
         return pb.RemoveAdapterResponse()
 
-    async def _status(self, worker: Worker) -> pb.WorkerStatus:
-        return pb.WorkerStatus(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            address=worker.address,
-            is_draining=worker.health.is_draining,
-            num_requests=worker.num_requests,
-            load=await _load(worker),
-            model=worker.info.model,
-            metrics_address=_metrics_address(worker),
-            revision=worker.revision,
-            is_waiting=self._workers.state(worker) == "waiting",
-        )
-
     def _find(self, worker_ids: Sequence[str]) -> list[Worker]:
         known = {worker.worker_id: worker for worker in self._workers.all()}
         for worker_id in worker_ids:
@@ -224,6 +211,21 @@ async def admin_server(
 def _metrics_address(worker: Worker) -> str:
     host, port = worker.address.rpartition(":")[0], worker.info.metrics_port
     return f"{host}:{port}" if port else ""
+
+
+async def _status(worker: Worker, state: str) -> pb.WorkerStatus:
+    return pb.WorkerStatus(
+        worker_id=worker.worker_id,
+        role=worker.role,
+        address=worker.address,
+        is_draining=worker.health.is_draining,
+        num_requests=worker.num_requests,
+        load=await _load(worker),
+        model=worker.info.model,
+        metrics_address=_metrics_address(worker),
+        revision=worker.revision,
+        is_waiting=state == "waiting",
+    )
 
 
 async def _load(worker: Worker) -> pb.WorkerLoad | None:

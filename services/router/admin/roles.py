@@ -16,7 +16,7 @@ from quire.routing.demand import RoleState, Totals
 from quire.routing.elastic_roles import CAUSES, ElasticRoles, RoleChange
 from quire.routing.placement import Planner
 from quire.routing.pressure import Pressure
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.metrics.metrics import TokenTimes

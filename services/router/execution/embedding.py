@@ -10,7 +10,7 @@ from contextlib import aclosing
 from quire.models.embeddings import Pooling
 from quire.protos import worker_pb2
 from quire.routing.placement import Placement, PlannedPrompt
-from quire.routing.revisions import receiving
+from quire.routing.policy import receiving
 from quire.services.router.execution.attempt import Attempt
 from quire.services.router.execution.failures import WorkerCallFailed
 from quire.services.router.execution.generation import RETRY_BACKOFF_SECONDS, GenerationRun

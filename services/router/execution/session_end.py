@@ -8,7 +8,7 @@ from array import array
 import grpc.aio
 
 from quire.protos import worker_pb2
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.metrics.turns import LastTurn
 from quire.services.router.workers.worker import Worker

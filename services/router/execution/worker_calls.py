@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from quire.protos import worker_pb2
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.execution.token_charge import AttemptCharge
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.output_reader import OutputReader, unavailable

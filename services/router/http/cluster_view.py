@@ -10,7 +10,6 @@ from typing import Literal
 from aiohttp import web
 from pydantic import BaseModel
 
-from quire.services.router.grpc.loads import loads
 from quire.services.router.grpc.servicer import GenerationServicer
 from quire.services.router.http.shared.bodies import json_response
 
@@ -18,6 +17,13 @@ VIEW_SECONDS = 0.2
 """A view answers all requests of this time, so that many open pages cost the workers no more than one."""
 LOAD_SECONDS = 0.5
 """A worker that does not tell its load in this time is shown without blocks."""
+
+Shown = Literal["serving", "waiting", "draining", "silent"]
+_SHOWN: dict[str, Shown] = {
+    **{"serving": "serving", "waiting": "waiting", "draining": "draining"},
+    **{"stalled": "silent", "silent": "silent", "set aside": "silent"},
+}
+"""What clients see of the states of ``WorkerSet.states``."""
 
 
 class BlockCounts(BaseModel):
@@ -35,7 +41,7 @@ class WorkerView(BaseModel):
     role: str
     revision: str
     """Prefill and decode workers of one revision work together."""
-    state: Literal["serving", "waiting", "draining", "silent"]
+    state: Shown
     """waiting: it gets no new requests because its revision lacks a worker of the other role."""
     requests: int | None = None
     """Requests that run, wait or get blocks, of all routers; null if the worker does not answer."""
@@ -79,16 +85,13 @@ async def _view(servicer: GenerationServicer) -> ClusterView:
     view = ClusterView(requests=servicer.calls.number, workers=[], pushes=[])
     if (cluster := servicer.cluster) is None:
         return view
-    labels = {}
-    for worker, load in await loads(cluster, LOAD_SECONDS):
+    found = await cluster.workers.loads(LOAD_SECONDS)
+    labels, states = {}, cluster.workers.states()
+    for worker, load in found:
         labels[worker.worker_id] = worker.label
-        shown = WorkerView(label=worker.label, role=worker.role, revision=worker.revision, state="serving")
-        if worker.health.is_draining:
-            shown.state = "draining"
-        elif not worker.can_serve:
-            shown.state = "silent"
-        elif cluster.workers.state(worker) == "waiting":
-            shown.state = "waiting"
+        shown = WorkerView(
+            label=worker.label, role=worker.role, revision=worker.revision, state=_SHOWN[states[worker]]
+        )
         if load is not None:
             shown.requests = load.num_running + load.num_waiting + load.num_transferring
             shown.blocks = BlockCounts(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 
 from quire.protos import worker_pb2
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.workers.worker import Worker
 from quire.services.server.log import get_logger
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import grpc
 
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.workers.answer_part import AnswerPart, part_of_output
 from quire.services.server.background import started
 from quire.services.server.log import get_logger

@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from quire.protos import worker_pb2
-from quire.rpc.closed_channel import closed_channel_errors
+from quire.rpc.channels import closed_channel_errors
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.proof import new_challenge
 from quire.services.router.workers.worker import WorkerConnection

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import grpc
 import grpc.aio
 
-from quire.rpc.closed_channel import ChannelClosedError
+from quire.rpc.channels import ChannelClosedError
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.services.router.workers.probe import Probe, StrangerError, probe_worker
 from quire.services.router.workers.worker import Worker, WorkerConnection

@@ -14,8 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from quire.kvindex.block_hash import revision
 from quire.protos import worker_pb2, worker_pb2_grpc
-from quire.rpc.channels import CHANNEL_OPTIONS
-from quire.rpc.closed_channel import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import CHANNEL_OPTIONS, ChannelClosedError, closed_channel_errors
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.tls import Connect
 from quire.services.router.workers.health import WorkerHealth

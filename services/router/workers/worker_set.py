@@ -14,7 +14,7 @@ import grpc
 
 from quire.kvindex.worker_record import ROLES
 from quire.protos import worker_pb2
-from quire.routing.revisions import receiving
+from quire.routing.policy import receiving
 from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.proof import Caller
 from quire.rpc.tls import Connect
@@ -27,7 +27,7 @@ from quire.services.router.workers.probe import Probe
 from quire.services.router.workers.probing import Probing
 from quire.services.router.workers.silences import Silences
 from quire.services.router.workers.watch import watch_worker
-from quire.services.router.workers.worker import Worker, can_adapt, has_substitute
+from quire.services.router.workers.worker import Worker, can_adapt, has_substitute, load_of
 from quire.services.server.log import get_logger
 
 HELD = ("stalled", "silent")
@@ -105,14 +105,31 @@ class WorkerSet:
         return [w for w in self._workers.values() if role in (None, w.role) and w.can_serve]
 
     def receiving(self) -> list[str]:
-        """Return the revisions of which workers get new requests; see ``quire.routing.revisions``."""
+        """Return the revisions of which workers get new requests; see ``quire.routing.policy``."""
         by_role = ([worker.revision for worker in self.serving(role)] for role in ("prefill", "decode"))
         return receiving(*by_role)
 
-    def state(self, worker: Worker) -> str:
-        """Return a worker's state in a word; "waiting": it could serve, but its revision is incomplete."""
-        state = _state(worker)
-        return "waiting" if state == "serving" and worker.revision not in self.receiving() else state
+    def states(self) -> dict[Worker, str]:
+        """Return each worker's state in a word; "waiting": it could serve, but its revision is incomplete."""
+        receiving = self.receiving()
+        states = {worker: _state(worker) for worker in self.all()}
+        return {
+            worker: "waiting" if state == "serving" and worker.revision not in receiving else state
+            for worker, state in states.items()
+        }
+
+    async def loads(self, seconds: float) -> list[tuple[Worker, worker_pb2.GetLoadResponse | None]]:
+        """Return the workers with their loads; None for one that takes no requests or is too slow."""
+
+        async def ask(worker: Worker) -> worker_pb2.GetLoadResponse | None:
+            may_answer = worker.can_serve or worker.health.is_draining
+            return await load_of(worker, seconds) if may_answer else None
+
+        workers = self.all()
+        found = zip(workers, await asyncio.gather(*map(ask, workers)), strict=True)
+        # A worker may have left while others answered.
+        present = self.all()
+        return [(worker, load) for worker, load in found if worker in present]
 
     def decode_problem(self) -> str | None:
         """Return why no decode worker can serve a request now; None if one can.

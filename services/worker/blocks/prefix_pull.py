@@ -20,11 +20,10 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.sequences.sequence import HashBlock, Sequence
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
-from quire.kvtransfer.frame import Frame
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.kvtransfer.transports.interface import Transports
-from quire.kvtransfer.transports.transport import Transport
 from quire.protos import worker_pb2
 from quire.rpc.channels import ChannelPool
 from quire.services.server.log import get_logger

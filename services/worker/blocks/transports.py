@@ -7,11 +7,11 @@ from pathlib import Path
 
 from quire.engine.kv_cache.memory import KvMemory
 from quire.kvtransfer.errors import NotSharedError
+from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.transports.interface import OwnPool, Transports
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.kvtransfer.transports.pool_socket import default_directory
 from quire.kvtransfer.transports.shared import SharedPools
-from quire.kvtransfer.transports.transport import Transport
 from quire.services.server.log import get_logger
 from quire.services.worker.config import PLUG_INS, WorkerConfig
 from quire.settings.setting import SettingError

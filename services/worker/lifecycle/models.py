@@ -24,8 +24,7 @@ from quire.engine.speculation.speculators import DraftModelError, load_draft_mod
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.embeddings import NoEmbeddingsError, read_embedding_config
-from quire.models.source import pin_revision
-from quire.models.text_files import text_digest
+from quire.models.source import pin_revision, text_digest
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
 from quire.services.server.log import get_logger

@@ -159,7 +159,7 @@ async def test_a_worker_with_another_arithmetic_waits_and_the_log_names_the_reme
     await followed.refresh()
     first, second = followed.all()
     assert followed.receiving() == [first.revision]
-    assert [followed.state(each) for each in (first, second)] == ["serving", "waiting"]
+    assert followed.states() == {first: "serving", second: "waiting"}
     (warned,) = (
         vars(each)["fields"] for each in caplog.records if each.message == "worker_has_other_arithmetic"
     )
@@ -180,7 +180,7 @@ async def test_a_revision_receives_once_it_is_complete_and_until_its_workers_lea
         return states()
 
     def states() -> list[str]:
-        return [f"{each.worker_id} {workers.state(each)}" for each in workers.all()]
+        return [f"{each.worker_id} {state}" for each, state in workers.states().items()]
 
     await add("old-p", "prefill")
     assert await add("old-d", "decode") == ["old-p serving", "old-d serving"]

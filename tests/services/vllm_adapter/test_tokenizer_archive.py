@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.services.vllm_adapter import tokenizer_archive as module
-from quire.services.vllm_adapter.tokenizer_archive import FILES, pieces, tokenizer_archive
+from quire.services.vllm_adapter import servicer as module
+from quire.services.vllm_adapter.servicer import FILES, pieces, tokenizer_archive
 
 
 def test_it_has_the_tokenizers_files_and_no_weights(tmp_path: Path) -> None:
