@@ -19,9 +19,10 @@ from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import CacheScope, root_hash
 from quire.protos import worker_pb2 as pb
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.worker.config import DiskFolder
 from tests.testing.adapters import make_adapter
+from tests.testing.api_keys import write_keys
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, metric, wait_until_idle
 from tests.testing.tiny_engine import CPU, make_engine, make_request, run_in_order
@@ -245,12 +246,11 @@ async def test_workers_with_different_weights_of_a_name_share_no_request(
 async def test_a_key_may_be_limited_to_some_adapters(
     start_stack: StartStack, adapters: Adapters, tmp_path: Path
 ) -> None:
-    key = new_key(Tenant("limited", models=("adapter-1",)))
-    (tmp_path / "keys").write_text(key.line, "utf-8")
-    settings = {"api_keys_file": tmp_path / "keys", "lora": flags(adapters)}
+    file, [key] = write_keys(tmp_path, Tenant("limited", models=("adapter-1",)))
+    settings = {"api_keys_file": file, "lora": flags(adapters)}
     prompt = make_prompt(40, seed=12)
     with start_stack("llama", **settings) as stack:
-        async with AsyncClient(stack.address, api_key=key.key) as client:
+        async with AsyncClient(stack.address, api_key=key) as client:
             answer = await generate(client, 1, prompt)
             assert list(answer.token_ids) == adapters.expected(1, tuple(prompt))
             for index in (0, None):

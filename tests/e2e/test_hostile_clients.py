@@ -21,7 +21,8 @@ import pytest
 from quire.client import AsyncClient, Unauthenticated
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.processes import QUIRE
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
 
@@ -85,14 +86,13 @@ class Serving:
 @pytest.fixture
 def serving(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Serving]:
     """Run the command at the debug level, with all secrets that there are."""
-    made, log = new_key(Tenant("acme")), tmp_path / "log"
-    (tmp_path / "keys").write_text(made.line)
+    (file, [key]), log = write_keys(tmp_path, Tenant("acme")), tmp_path / "log"
     with RedisProcess() as index, log.open("wb") as output:
         password = index.url.split(":")[2].partition("@")[0]
-        secrets = {"key": made.key, "cluster secret": "a-secret-of-the-cluster", "password": password}
+        secrets = {"key": key, "cluster secret": "a-secret-of-the-cluster", "password": password}
         options = [f"--{option}" for option in OPTIONS]
         process = subprocess.Popen(
-            [*QUIRE, "serve", str(tiny_model("llama")), *options, "--api-keys", str(tmp_path / "keys")],
+            [*QUIRE, "serve", str(tiny_model("llama")), *options, "--api-keys", str(file)],
             env={
                 **os.environ,
                 "QUIRE_REDIS_URL": index.url,
@@ -105,7 +105,7 @@ def serving(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Servi
         )
         try:
             address, http_port = _wait_for_banner(process, log)
-            yield Serving(address, http_port, made.key, secrets, log, index, process)
+            yield Serving(address, http_port, key, secrets, log, index, process)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(WAIT_SECONDS)

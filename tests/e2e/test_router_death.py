@@ -18,8 +18,9 @@ import pytest
 from quire.client import AsyncClient, Client, Delta, Overloaded, QuireError
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.server.process import free_port
+from tests.testing.api_keys import write_keys
 from tests.testing.processes import QUIRE
 from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
 from tests.testing.until import until
@@ -234,21 +235,20 @@ async def test_new_calls_use_the_other_router_until_the_first_one_serves_again(
 async def test_a_limit_holds_for_two_routers_and_a_killed_one_gives_its_places_back(
     stack: RunningStack, redis: RedisProcess, tmp_path: Path
 ) -> None:
-    made = new_key(Tenant("single", max_requests=1))
-    (tmp_path / "keys").write_text(made.line)
+    file, [key] = write_keys(tmp_path, Tenant("single", max_requests=1))
     prompt = make_prompt(PROMPT_LENGTH)
     options: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True, "seed": 1}
     with ExitStack() as undo:
-        pair = [RouterProcess(free_port(), redis.router_url, tmp_path / "keys") for _ in range(2)]
+        pair = [RouterProcess(free_port(), redis.router_url, file) for _ in range(2)]
         for router in pair:
             router.start()
             undo.callback(router.kill)
         for router in pair:
-            await until(partial(asyncio.to_thread, router.serves, made.key))
+            await until(partial(asyncio.to_thread, router.serves, key))
         addresses = [router.address for router in pair]
         async with (
-            AsyncClient(addresses, timeout=60, api_key=made.key) as client,
-            AsyncClient(addresses[1], timeout=60, api_key=made.key) as other,
+            AsyncClient(addresses, timeout=60, api_key=key) as client,
+            AsyncClient(addresses[1], timeout=60, api_key=key) as other,
         ):
             undisturbed = await other.generate(prompt, **options)
             tokens: list[int] = []

@@ -22,7 +22,8 @@ from quire.rpc.proof import Peer
 from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.certificates import write_certificate
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.rpc_errors import error_of
@@ -84,8 +85,7 @@ class Secured:
 def secured(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     """Run one prefill and one decode worker with keys, TLS outside and mutual TLS inside."""
     folder = tmp_path_factory.mktemp("secured")
-    made = {name: new_key(Tenant(name)) for name in ("acme", "globex")}
-    (folder / "keys").write_text("\n".join(key.line for key in made.values()))
+    file, keys = write_keys(folder, Tenant("acme"), Tenant("globex"))
     public = write_certificate(trustme.CA(), folder, "localhost")
     cluster = write_certificate(trustme.CA(), folder, CLUSTER_NAME)
     assert public.authority is not None
@@ -95,7 +95,7 @@ def secured(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -
             start_stack(
                 "llama",
                 redis_url=index.url,
-                api_keys_file=folder / "keys",
+                api_keys_file=file,
                 tls_cert=public.certificate,
                 tls_key=public.key,
                 cluster_cert=cluster.certificate,
@@ -104,8 +104,8 @@ def secured(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -
             ) as stack,
             redis.Redis.from_url(index.url) as reader,
         ):
-            keys = {name: key.key for name, key in made.items()}
-            yield Secured(stack, public.authority, keys, cluster, reader)
+            by_name = dict(zip(("acme", "globex"), keys, strict=True))
+            yield Secured(stack, public.authority, by_name, cluster, reader)
 
 
 async def test_the_same_prompt_of_another_tenant_finds_nothing(secured: Secured, expected: Any) -> None:

@@ -22,8 +22,9 @@ from quire.routing.placement import PolicyConfig
 from quire.services.local.stack import RunningStack
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.token_bucket import TokenBucket
+from tests.testing.api_keys import write_keys
 from tests.testing.stacks import connect, make_prompt, metric, wait_until_idle
 from tests.testing.until import until
 
@@ -120,20 +121,19 @@ class Meter:
 async def meter(
     request: Any, stack: RunningStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Meter]:
-    key = new_key(Tenant("acme", tokens_per_minute=10**9))
-    (tmp_path / "keys").write_text(key.line)
+    file, [key] = write_keys(tmp_path, Tenant("acme", tokens_per_minute=10**9))
     config = RouterConfig(
         port=0,
         http_port=0,
         metrics_port=0,
-        api_keys_file=tmp_path / "keys",
+        api_keys_file=file,
         worker_addresses=tuple(worker.address for worker in stack.ready.values()),
         cluster_secret=stack.caller.secret,
         placing=PolicyConfig(local_prefill_tokens=getattr(request, "param", 0)),
     )
     async with (
         router(config) as running,
-        AsyncClient(running.address, api_key=key.key) as client,
+        AsyncClient(running.address, api_key=key) as client,
         grpc.aio.insecure_channel(running.address) as channel,
     ):
         assert running.http is not None
@@ -141,10 +141,10 @@ async def meter(
             while len(running.workers.live("decode") + running.workers.live("prefill")) < 2:
                 await running.workers.refresh()
         await client.model_info()
-        headers = {"authorization": f"Bearer {key.key}"}
+        headers = {"authorization": f"Bearer {key}"}
         async with aiohttp.ClientSession(f"http://{running.http.address}", headers=headers) as http:
             stub = pb_grpc.GenerationServiceStub(channel)
-            meter = Meter(stack, running, key.key, stub, client, http)
+            meter = Meter(stack, running, key, stub, client, http)
             spend = TokenBucket.spend
 
             def spent(bucket: TokenBucket, num_tokens: int) -> None:

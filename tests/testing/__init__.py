@@ -7,7 +7,8 @@
 * ``manual_clock``, ``manual_disk``: a clock and a disk cache that move when a test says so.
 * ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
 * ``until``: waiting for a condition that nothing announces.
-* ``rpc_errors``: the error of a gRPC call that must fail.
+* ``rpc_errors``: the error of a gRPC call that must fail, and errors for scripted calls.
+* ``api_keys``: files with new keys of tenants.
 * ``transport_pair``: two workers that push and pull blocks over any transport.
 * ``decodes``: calls of a worker as a router makes them, and the worker's end of a decode.
 * ``fake_worker``: workers that answer from a script, and a router in front of them.

@@ -342,6 +342,16 @@ class Cluster:
         self.workers[worker_id] = worker
         return worker
 
+    def change(self, role: str = "", **attributes: Any) -> None:
+        """Change all workers, or those of a role."""
+        for worker in self.workers.values():
+            if role in ("", worker.role):
+                vars(worker).update(attributes)
+
+    def calls(self, role: str = "") -> list[Any]:
+        """Return the calls of all workers, or of those of a role."""
+        return [call for each in self.workers.values() if role in ("", each.role) for call in each.calls]
+
     async def start(self, **options: Any) -> pb_grpc.GenerationServiceStub:
         """Start the router in front of the workers and return its client."""
         addresses = tuple(worker.server.address for worker in self.workers.values())

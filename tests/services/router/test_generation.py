@@ -126,8 +126,8 @@ async def test_a_dead_prefill_worker_is_blamed_for_the_missing_blocks(pair: Any,
 
 async def test_a_stop_string_over_token_borders_cancels_decode(pair: Any) -> None:
     stub = await pair.start()
-    for name in ("d1", "d2"):  # else the answer may be over before the router has read the stop string
-        pair[name].pause_before_token = len(pair.script.answer) - 2
+    # else the answer may be over before the router has read the stop string
+    pair.change("decode", pause_before_token=len(pair.script.answer) - 2)
     responses = await stream(stub, stop_strings=["ld, st"])
     assert text_of(responses) == "hello wor"
     assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
@@ -163,15 +163,14 @@ async def test_short_uncached_prompts_are_prefilled_by_decode(pair: Any) -> None
 async def test_a_lost_prefill_is_retried_on_another(
     pair: Any, fault: Any, error: Any, before_token: int
 ) -> None:
-    for name in ("p1", "p2"):
-        pair[name].fault = fault(before_token, error)
+    pair.change("prefill", fault=fault(before_token, error))
     stub = await pair.start()
     responses = await stream(stub)
     assert text_of(responses) == TEXT
     assert ids_of(responses) == pair.script.answer
     # Both prefill workers fail: in the third attempt, the decode worker computes the prompt too.
     assert responses[-1].usage.retries == 2
-    attempts = [call.sequence for name in ("p1", "p2") for call in pair[name].calls]
+    attempts = [call.sequence for call in pair.calls("prefill")]
     assert sorted(sequence.attempt for sequence in attempts) == [0, 1]
     assert {sequence.num_output_tokens for sequence in attempts} == ({0} if before_token == 0 else {0, 1})
     assert len({sequence.sampling.seed for sequence in attempts}) == 1
@@ -285,8 +284,7 @@ async def test_no_worker_has_joined(cluster: Any) -> None:
 
 
 async def test_a_prompt_that_a_worker_refuses_is_named_as_the_client_sent_it(pair: Any, fault: Any) -> None:
-    for worker in pair.workers.values():
-        worker.fault = fault(0, InvalidArgument("token_ids", "needs more blocks than there are"))
+    pair.change(fault=fault(0, InvalidArgument("token_ids", "needs more blocks than there are")))
     caught = await error_of(stream(await pair.start()))
     assert caught.details() == "text: needs more blocks than there are"
 
@@ -335,7 +333,7 @@ async def test_a_request_that_would_be_late_is_refused_at_once(pair: Any) -> Non
     error = from_rpc_error(refused)
     assert error.reason == "TOO_LATE"
     assert error.retry_after == pytest.approx(40, abs=2)
-    assert not any(worker.calls for worker in pair.workers.values())
+    assert not pair.calls()
     assert pair.metric("quire_admission_rejections_total", reason="too_late") == 1
     for worker in pair.running.workers.all():
         worker.pending_tokens = 0

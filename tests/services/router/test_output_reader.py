@@ -16,6 +16,7 @@ from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.services.router.workers import output_reader
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.output_reader import OutputReader
+from tests.testing.rpc_errors import rpc_error
 
 
 class Receiver:
@@ -62,11 +63,6 @@ class Connection:
         self._messages.put_nowait(message)
         for _ in range(5):
             await asyncio.sleep(0)
-
-
-def failure() -> grpc.aio.AioRpcError:
-    nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone", "")
 
 
 @asynccontextmanager
@@ -120,7 +116,7 @@ async def test_each_decode_gets_its_own_outputs_until_it_has_unsubscribed() -> N
         assert [receiver.token_ids for receiver in receivers] == [[5, 7, 8, 10], [6, 9, 2]]
 
 
-@pytest.mark.parametrize("end", [failure(), None])
+@pytest.mark.parametrize("end", [rpc_error(grpc.StatusCode.UNAVAILABLE), None])
 async def test_a_lost_stream_ends_its_decodes_and_is_opened_again(
     end: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +148,7 @@ async def test_a_closed_channel_ends_the_stream_for_good(monkeypatch: pytest.Mon
 
 async def test_outputs_of_a_stranger_are_not_read() -> None:
     connection = Connection()
-    connection.stranger = failure()
+    connection.stranger = rpc_error(grpc.StatusCode.UNAVAILABLE)
     stream = OutputReader(connection)
     stream.keep_open(Mock())
     await connection.send(worker_pb2.StreamOutputsResponse())

@@ -24,6 +24,7 @@ from quire.services.router.execution.token_charge import RequestCharge
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.worker import Worker, WorkerConnection
+from tests.testing.rpc_errors import rpc_error
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 160
@@ -73,8 +74,7 @@ def group(attempt: int = 0, answer: int = 0) -> AnswerGroup:
 
 
 def failure(code: grpc.StatusCode) -> WorkerCallFailed:
-    nothing = grpc.aio.Metadata()
-    return WorkerCallFailed(WORKER, grpc.aio.AioRpcError(code, nothing, nothing, "scripted", ""))
+    return WorkerCallFailed(WORKER, rpc_error(code))
 
 
 def prefilled(num_cached_tokens: int, num_blocks: int = 0, num_bytes: int = 0) -> worker_pb2.PrefillResponse:

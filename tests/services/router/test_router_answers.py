@@ -36,10 +36,6 @@ def answers_of(responses: list[pb.GenerateStreamResponse]) -> dict[int, list[int
     return dict(answers)
 
 
-def calls(cluster: Any, role: str) -> list[Any]:
-    return [call for worker in cluster.workers.values() if worker.role == role for call in worker.calls]
-
-
 async def test_samples_take_one_prefill_and_end_one_by_one(pair: Any) -> None:
     stub = await pair.start()
     responses = await stream(stub, n=4)
@@ -49,7 +45,7 @@ async def test_samples_take_one_prefill_and_end_one_by_one(pair: Any) -> None:
     assert [r.request_id for r in responses] == ["test"] + [""] * (len(responses) - 1)
     usage = responses[-1].usage
     assert (usage.completion_tokens, usage.blocks_shipped) == (4 * len(pair.script.answer), 3)
-    (prefill,), (decode,) = calls(pair, "prefill"), calls(pair, "decode")
+    (prefill,), (decode,) = pair.calls("prefill"), pair.calls("decode")
     assert prefill.sequence == decode.sequence
     assert (decode.remote_prefill, decode.sequence.sampling.n) == (True, 4)
 
@@ -73,7 +69,7 @@ async def test_more_tokens_than_the_models_length_leaves_are_reported(pair: Any)
     call = stub.GenerateStream(pb.GenerateStreamRequest(generation=request), timeout=10)
     first, *others = [response async for response in call]
     assert (first.max_tokens, any(each.HasField("max_tokens") for each in others)) == (4, False)
-    assert {call.sequence.stopping.max_tokens for call in calls(pair, "decode")} == {4}
+    assert {call.sequence.stopping.max_tokens for call in pair.calls("decode")} == {4}
     request.stopping.max_tokens = 4
     assert not (await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)).HasField(
         "max_tokens"
@@ -83,15 +79,15 @@ async def test_more_tokens_than_the_models_length_leaves_are_reported(pair: Any)
 async def test_a_prompt_of_one_token_needs_no_prefill(pair: Any) -> None:
     responses = await stream(await pair.start(), [5], n=2)
     assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
-    assert not calls(pair, "prefill")
-    assert not calls(pair, "decode")[0].remote_prefill
+    assert not pair.calls("prefill")
+    assert not pair.calls("decode")[0].remote_prefill
 
 
 async def test_the_decode_worker_sends_the_prompt_logprobs_of_samples(pair: Any) -> None:
     request = generation(n=2)
     request.response.prompt_logprobs = 1
     await (await pair.start()).Generate(pb.GenerateRequest(generation=request), timeout=10)
-    assert not calls(pair, "prefill")
+    assert not pair.calls("prefill")
 
 
 async def test_the_best_of_several_are_sent_at_the_end(pair: Any) -> None:
@@ -107,7 +103,7 @@ async def test_the_best_of_several_are_sent_at_the_end(pair: Any) -> None:
     assert not any(r.logprobs for r in responses)
     assert [r.HasField("usage") for r in responses] == [False, False, True]
     assert responses[-1].usage.completion_tokens == 4 * num_tokens
-    (decode,) = calls(pair, "decode")
+    (decode,) = pair.calls("decode")
     assert (decode.sequence.sampling.n, decode.sequence.logprobs) == (4, 0)
     assert decode.sequence.HasField("logprobs")
     assert not decode.sequence.sampling.HasField("best_of")
@@ -131,9 +127,7 @@ async def test_a_best_of_n_streams_as_n_does(pair: Any) -> None:
 async def test_the_best_survive_a_lost_worker(pair: Any, fault: Any) -> None:
     pair.script.logprobs = [-0.5, -0.2, -0.9]
     stub = await pair.start()
-    for worker in pair.workers.values():
-        if worker.role == "decode":
-            worker.fault = fault(3, Unavailable("killed"))
+    pair.change("decode", fault=fault(3, Unavailable("killed")))
     responses = await stream(stub, best_of=3)
     assert answers_of(responses) == {0: pair.script.answer}
     assert [r.finish_reason for r in responses] == [pb.FINISH_REASON_STOP]
@@ -162,21 +156,19 @@ async def test_a_lost_decode_worker_splits_the_samples(pair: Any, fault: Any) ->
         responses = await stream(stub, list(range(5, 9 + len(responses))), n=3)
     assert answers_of(responses) == dict.fromkeys(range(3), pair.script.answer)
     assert responses[-1].usage.retries == 1
-    apart = [call.sequence for call in calls(pair, "decode") if call.sequence.attempt == 1]
+    apart = [call.sequence for call in pair.calls("decode") if call.sequence.attempt == 1]
     assert sorted((s.sampling.seed, s.num_output_tokens) for s in apart) == [(0, 3), (SEED, 3), (SEED + 1, 3)]
     assert {s.sampling.n for s in apart} == {1}
     assert len({s.sequence_id for s in apart}) == 3
-    assert all(call.remote_prefill for call in calls(pair, "decode"))
+    assert all(call.remote_prefill for call in pair.calls("decode"))
 
 
 async def test_a_failed_prefill_starts_all_samples_again(pair: Any, fault: Any) -> None:
     stub = await pair.start()
-    for worker in pair.workers.values():
-        if worker.role == "prefill":
-            worker.fault = fault(0, Unavailable("killed"))
+    pair.change("prefill", fault=fault(0, Unavailable("killed")))
     responses = await stream(stub, n=2)
     assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
-    assert {call.sequence.sampling.n for call in calls(pair, "decode")} == {2}
+    assert {call.sequence.sampling.n for call in pair.calls("decode")} == {2}
     assert responses[-1].usage.retries in (1, 2)
 
 
@@ -188,15 +180,13 @@ async def test_beams_are_sent_at_the_end_with_their_scores(pair: Any) -> None:
     assert answers_of(responses) == {0: answer, 1: answer[:-1]}
     assert [(r.index, r.score) for r in responses] == [(0, -0.5), (1, -1.5)]
     assert [r.HasField("usage") for r in responses] == [False, True]
-    assert calls(pair, "decode")[0].sequence.sampling.beam == beam
+    assert pair.calls("decode")[0].sequence.sampling.beam == beam
 
 
 async def test_a_lost_search_starts_again(pair: Any, fault: Any) -> None:
     stub = await pair.start()
-    for worker in pair.workers.values():
-        if worker.role == "decode":
-            worker.fault = fault(0, Unavailable("killed"))
+    pair.change("decode", fault=fault(0, Unavailable("killed")))
     responses = await stream(stub, beam=pb.BeamParams(width=2))
     assert answers_of(responses) == {0: pair.script.answer}
-    assert [call.sequence.num_output_tokens for call in calls(pair, "decode")] == [0, 0, 0]
-    assert {call.sequence.sampling.beam.width for call in calls(pair, "decode")} == {2}
+    assert [call.sequence.num_output_tokens for call in pair.calls("decode")] == [0, 0, 0]
+    assert {call.sequence.sampling.beam.width for call in pair.calls("decode")} == {2}

@@ -83,12 +83,12 @@ async def test_an_answer_whose_end_was_lost_ends_without_a_worker(pair: Any) -> 
     stub = await pair.start()
     generation = asked(max_tokens=4)
     whole = await responses(stub, generation)
-    num_calls = sum(len(worker.calls) for worker in pair.workers.values())
+    num_calls = len(pair.calls())
     request = continued(generation, whole, whole[0].origin)
     (rest,) = await responses(stub, request)
     assert (rest.finish_reason, rest.text, list(rest.token_ids)) == (pb.FINISH_REASON_LENGTH, "", [])
     assert rest.usage.completion_tokens == 4
-    assert sum(len(worker.calls) for worker in pair.workers.values()) == num_calls
+    assert len(pair.calls()) == num_calls
 
 
 async def test_several_answers_continue_one_by_one(pair: Any) -> None:
@@ -108,7 +108,7 @@ async def test_several_answers_continue_one_by_one(pair: Any) -> None:
     found = {i: [t for each in rest if each.index == i for t in each.token_ids] for i in range(3)}
     assert (found[0], found[1], found[2]) == ([], token_ids[1], token_ids[2][2:])
     assert rest[-1].usage.completion_tokens == sum(map(len, token_ids.values()))
-    calls = [call.sequence for worker in pair.workers.values() for call in worker.calls]
+    calls = [call.sequence for call in pair.calls()]
     # Answer i has the seed of a separate request.
     assert {(call.sampling.seed, call.num_output_tokens) for call in calls} == {(8, 0), (9, 2)}
 

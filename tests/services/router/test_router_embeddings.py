@@ -14,7 +14,8 @@ from quire.client import AsyncClient, Client, InvalidRequest, Overloaded
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, InvalidArgument
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.fake_worker import embedding_of
 from tests.testing.rpc_errors import error_of
 
@@ -27,10 +28,6 @@ def request(*inputs: list[int] | str, **fields: Any) -> pb.EmbedRequest:
         for each in inputs
     ]
     return pb.EmbedRequest(inputs=given, request_id="test", **fields)
-
-
-def calls(cluster: Any, role: str) -> list[Any]:
-    return [call for worker in cluster.workers.values() if worker.role == role for call in worker.calls]
 
 
 async def failure(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -49,9 +46,9 @@ async def test_prefill_workers_alone_answer_in_the_order_of_the_inputs(pair: Any
     assert vectors(response) == [pytest.approx(embedding_of(each)) for each in INPUTS]
     assert (response.usage.prompt_tokens, response.usage.cached_prompt_tokens) == (26, 6)
     assert response.request_id == "test"
-    assert not calls(pair, "decode")
-    assert {call.sequence.stopping.max_tokens for call in calls(pair, "prefill")} == {1}
-    assert not any(call.HasField("ticket") for call in calls(pair, "prefill"))
+    assert not pair.calls("decode")
+    assert {call.sequence.stopping.max_tokens for call in pair.calls("prefill")} == {1}
+    assert not any(call.HasField("ticket") for call in pair.calls("prefill"))
     assert pair.metric("quire_prompt_tokens_total") == 26
     assert pair.metric("quire_prompt_tokens_cached_total") == 6
     assert pair.metric("quire_request_success_total", finished_reason="stop") == 1
@@ -88,8 +85,7 @@ async def test_only_the_last_token_lets_the_worker_with_the_prefix_be_chosen(
 
 async def test_a_failed_worker_is_replaced(pair: Any, fault: Any) -> None:
     stub = await pair.start()
-    for name in ("p1", "p2"):
-        pair[name].fault = fault(0, Aborted("scripted"))
+    pair.change("prefill", fault=fault(0, Aborted("scripted")))
     response = await stub.Embed(request(INPUTS[0]), timeout=10)
     assert vectors(response) == [pytest.approx(embedding_of(INPUTS[0]))]
     assert 1 <= response.usage.retries <= 2
@@ -105,16 +101,14 @@ async def test_the_answer_of_a_worker_that_knows_no_embeddings_is_a_failure(clus
 
 async def test_a_worker_names_the_field(pair: Any, fault: Any) -> None:
     stub = await pair.start()
-    for name in ("p1", "p2"):
-        pair[name].fault = fault(0, InvalidArgument("token_ids", "too long for this worker"))
+    pair.change("prefill", fault=fault(0, InvalidArgument("token_ids", "too long for this worker")))
     code, details = await failure(stub.Embed(request(INPUTS[0]), timeout=10))
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "inputs[0]: too long for this worker")
 
 
 async def test_a_cancelled_request_ends_on_the_workers(pair: Any) -> None:
     stub = await pair.start()
-    for name in ("p1", "p2"):
-        pair[name].pause_before_token = 0
+    pair.change("prefill", pause_before_token=0)
     call = stub.Embed(request(INPUTS[0]), timeout=10)
     waits = [asyncio.create_task(pair[name].paused.wait()) for name in ("p1", "p2")]
     sent = asyncio.ensure_future(call)
@@ -128,8 +122,7 @@ async def test_a_cancelled_request_ends_on_the_workers(pair: Any) -> None:
 
 async def test_the_deadline_ends_the_request(pair: Any) -> None:
     stub = await pair.start()
-    for name in ("p1", "p2"):
-        pair[name].pause_before_token = 0
+    pair.change("prefill", pause_before_token=0)
     code, _ = await failure(stub.Embed(request(INPUTS[0]), timeout=0.3))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -156,7 +149,7 @@ async def test_what_is_refused(pair: Any, sent: pb.EmbedRequest, message: str) -
     code, details = await failure(stub.Embed(sent, timeout=10))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details.startswith(message)
-    assert not calls(pair, "prefill")
+    assert not pair.calls("prefill")
 
 
 async def test_a_model_without_embeddings_is_refused(cluster: Any) -> None:
@@ -190,23 +183,22 @@ async def test_long_inputs_are_cut(pair: Any) -> None:
     stub = await pair.start()
     await stub.Embed(request([5] * 100, "hello " * 40, truncate_prompt_tokens=-1), timeout=10)
     await stub.Embed(request([5, 6, 7], "hello", truncate_prompt_tokens=2), timeout=10)
-    lengths = [len(call.sequence.token_ids) for call in calls(pair, "prefill")]
+    lengths = [len(call.sequence.token_ids) for call in pair.calls("prefill")]
     assert sorted(lengths) == [2, 2, 63, 63]
-    assert [5, 6] in [list(call.sequence.token_ids) for call in calls(pair, "prefill")]
+    assert [5, 6] in [list(call.sequence.token_ids) for call in pair.calls("prefill")]
 
 
 async def test_tokens_are_charged_at_once_and_places_are_counted(pair: Any, tmp_path: Path) -> None:
-    tenants = [Tenant("single", max_requests=1), Tenant("frugal", tokens_per_minute=30)]
-    keys = {tenant.name: new_key(tenant) for tenant in tenants}
-    (tmp_path / "keys").write_text("\n".join(each.line for each in keys.values()))
-    await pair.start(api_keys_file=tmp_path / "keys")
-    async with AsyncClient(pair.running.address, api_key=keys["frugal"].key) as client:
+    tenants = Tenant("single", max_requests=1), Tenant("frugal", tokens_per_minute=30)
+    file, [single, frugal] = write_keys(tmp_path, *tenants)
+    await pair.start(api_keys_file=file)
+    async with AsyncClient(pair.running.address, api_key=frugal) as client:
         assert (await client.embed(INPUTS)).usage.prompt_tokens == 26
         with pytest.raises(Overloaded, match="30 tokens a minute"):
             await client.embed(INPUTS)
-    async with AsyncClient(pair.running.address, api_key=keys["single"].key) as client:
+    async with AsyncClient(pair.running.address, api_key=single) as client:
         assert len((await client.embed(INPUTS)).vectors) == 3
-    tenants_of_calls = Counter(call.sequence.cache_scope.tenant for call in calls(pair, "prefill"))
+    tenants_of_calls = Counter(call.sequence.cache_scope.tenant for call in pair.calls("prefill"))
     assert tenants_of_calls == {"frugal": 3, "single": 3}
 
 
@@ -222,6 +214,6 @@ async def test_both_clients(pair: Any) -> None:
     found = await asyncio.to_thread(embed)
     assert found.request_id == "mine"
     assert found.vectors[0] == pytest.approx(embedding_of(INPUTS[0]))
-    assert {call.sequence.cache_scope.salt for call in calls(pair, "prefill")} == {"s"}
+    assert {call.sequence.cache_scope.salt for call in pair.calls("prefill")} == {"s"}
     async with AsyncClient(pair.running.address) as client:
         assert (await client.embed([*INPUTS, "hello"])).vectors == found.vectors

@@ -16,7 +16,8 @@ from quire.client import AsyncClient, Completion, InvalidRequest, Overloaded, Un
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.rpc_errors import error_of
 from tests.testing.until import until
 
@@ -27,10 +28,9 @@ PROMPT = pb.Generation(text="hello")
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
     """Write and return the keys of a tenant without limits, one of one request, and one of few tokens."""
-    tenants = [Tenant("acme"), Tenant("single", max_requests=1), Tenant("frugal", tokens_per_minute=30)]
-    made = {tenant.name: new_key(tenant) for tenant in tenants}
-    (tmp_path / "keys").write_text("\n".join(each.line for each in made.values()))
-    return {name: each.key for name, each in made.items()}
+    tenants = Tenant("acme"), Tenant("single", max_requests=1), Tenant("frugal", tokens_per_minute=30)
+    _, keys = write_keys(tmp_path, *tenants)
+    return {tenant.name: key for tenant, key in zip(tenants, keys, strict=True)}
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
@@ -74,7 +74,7 @@ async def test_health_needs_no_key(pair: Any, stub: Any) -> None:
 async def test_the_tenant_and_the_salt_reach_the_workers_apart(pair: Any, stub: Any, keys: Any) -> None:
     async with client(pair, keys["acme"]) as connected:
         await connected.generate("hello", cache_salt="single")
-    calls = [call.sequence.cache_scope for name in pair.workers for call in pair[name].calls]
+    calls = [call.sequence.cache_scope for call in pair.calls()]
     assert [(scope.tenant, scope.salt) for scope in calls] == [("acme", "single")] * 2
 
 

@@ -47,10 +47,6 @@ async def refusal(stub: Any) -> tuple[grpc.StatusCode, str, str]:
     return error.code, error.reason, error.message
 
 
-def num_calls(cluster: Any, role: str) -> int:
-    return sum(len(worker.calls) for worker in cluster.workers.values() if worker.role == role)
-
-
 async def next_paused(cluster: Any) -> Any:
     """Return the worker that is the next to pause."""
     waits = {asyncio.create_task(w.paused.wait()): w for w in cluster.workers.values()}
@@ -72,25 +68,23 @@ async def five(cluster: Any) -> Any:
 
 async def test_a_request_that_two_workers_died_with_is_refused(five: Any, fault: Callable[..., Any]) -> None:
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.fault = fault(0, DEATH)
+    five.change(fault=fault(0, DEATH))
     code, reason, message = await refusal(stub)
     assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
     assert "2 workers ended" in message
-    assert num_calls(five, "decode") == 2
+    assert len(five.calls()) == 2
 
 
 async def test_a_broken_connection_is_a_death(five: Any) -> None:
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.pause_before_token = 0
+    five.change(pause_before_token=0)
     asking = asyncio.create_task(refusal(stub))
     for _ in range(2):
         # What the server says to its calls is lost where the process is: only the connection breaks.
         await (await next_paused(five)).server._server.stop(None)
     code, reason, _ = await asking
     assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
-    assert num_calls(five, "decode") == 2
+    assert len(five.calls()) == 2
 
 
 async def end_stream_and_call(worker: Any) -> None:
@@ -107,24 +101,20 @@ async def test_an_engine_that_fails_after_some_tokens_is_a_death(
 ) -> None:
     monkeypatch.setattr("quire.services.router.execution.attempt.CALL_END_SECONDS", SECONDS)
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.pause_before_token = 2
-        worker.fault = fault(2, DEATH)
+    five.change(pause_before_token=2, fault=fault(2, DEATH))
     asking = asyncio.create_task(refusal(stub))
     for _ in range(2):
         await end_stream_and_call(await next_paused(five))
     code, reason, _ = await asking
     assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
-    assert num_calls(five, "decode") == 2
+    assert len(five.calls()) == 2
 
 
 async def test_workers_that_end_their_streams_as_they_stop_accuse_no_request(
     five: Any, fault: Callable[..., Any]
 ) -> None:
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.pause_before_token = 0
-        worker.fault = fault(0)
+    five.change(pause_before_token=0, fault=fault(0))
     asking = asyncio.create_task(ask(stub))
     for _ in range(3):
         await end_stream_and_call(await next_paused(five))
@@ -156,8 +146,7 @@ async def test_a_worker_that_was_gone_before_accuses_no_request(five: Any) -> No
 async def test_tokens_beyond_those_that_it_had_clear_a_suspect(five: Any, fault: Callable[..., Any]) -> None:
     five.script.answer = [*range(5, 5 + 3 * CLEARING_TOKENS + 2), 1]
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.fault = fault(CLEARING_TOKENS, DEATH)
+    five.change(fault=fault(CLEARING_TOKENS, DEATH))
     response = await ask(stub)
     assert list(response.choices[0].token_ids) == five.script.answer
     assert response.usage.retries == 3
@@ -166,19 +155,17 @@ async def test_tokens_beyond_those_that_it_had_clear_a_suspect(five: Any, fault:
 async def test_fewer_tokens_do_not(five: Any, fault: Callable[..., Any]) -> None:
     five.script.answer = [*range(5, 5 + 3 * CLEARING_TOKENS + 2), 1]
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.fault = fault(CLEARING_TOKENS - 1, DEATH)
+    five.change(fault=fault(CLEARING_TOKENS - 1, DEATH))
     assert (await refusal(stub))[1] == SUSPECTED
 
 
 async def test_a_request_that_fails_by_itself_is_tried_once(five: Any, fault: Callable[..., Any]) -> None:
     stub = await five.start()
-    for worker in five.workers.values():
-        worker.fault = fault(1, Internal("OverflowError: scripted", reason=REQUEST_FAILED))
+    five.change(fault=fault(1, Internal("OverflowError: scripted", reason=REQUEST_FAILED)))
     code, reason, message = await refusal(stub)
     assert (code, reason) == (grpc.StatusCode.INTERNAL, REQUEST_FAILED)
     assert message == "request test failed: OverflowError: scripted"
-    assert num_calls(five, "decode") == 1
+    assert len(five.calls()) == 1
 
 
 async def test_a_workers_reason_reaches_the_client(five: Any, fault: Callable[..., Any]) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import OutOfRange
 from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.token_bucket import TokenBucket
+from tests.testing.api_keys import write_keys
 from tests.testing.until import until
 
 SECONDS = 10.0
@@ -65,16 +66,10 @@ def charges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> str:
-    made = new_key(Tenant("acme", tokens_per_minute=10**6))
-    (tmp_path / "keys").write_text(made.line)
-    return made.key
-
-
-@pytest.fixture
-async def ask(pair: Any, key: str, tmp_path: Path) -> Callable[..., Any]:
+async def ask(pair: Any, tmp_path: Path) -> Callable[..., Any]:
     """Return a function that sends a prompt of ``NUM_PROMPT`` tokens and returns the call."""
-    stub = await pair.start(api_keys_file=tmp_path / "keys")
+    file, [key] = write_keys(tmp_path, Tenant("acme", tokens_per_minute=10**6))
+    stub = await pair.start(api_keys_file=file)
 
     def send(timeout: float = SECONDS, **sampling: Any) -> Any:
         generation = pb.Generation(
@@ -94,10 +89,8 @@ async def ask(pair: Any, key: str, tmp_path: Path) -> Callable[..., Any]:
 async def test_a_lost_worker_costs_the_tenant_nothing(
     pair: Any, ask: Any, charges: list[int], fault: Any, sampling: dict[str, int], before_token: int
 ) -> None:
-    for name in ("d1", "d2"):
-        pair[name].fault = fault(before_token)
-        # The next attempt generates again what did not arrive.
-        pair[name].num_generated_tokens = 50
+    # The next attempt generates again what did not arrive.
+    pair.change("decode", fault=fault(before_token), num_generated_tokens=50)
     usage = [response async for response in ask(**sampling)][-1].usage
     assert usage.retries >= 1
     assert usage.completion_tokens == max(sampling.values(), default=1) * len(pair.script.answer)
@@ -108,8 +101,7 @@ async def test_a_lost_worker_costs_the_tenant_nothing(
 async def test_a_lost_beam_search_is_charged_once(
     pair: Any, ask: Any, charges: list[int], fault: Any
 ) -> None:
-    for name in ("d1", "d2"):
-        pair[name].fault = fault(1)
+    pair.change("decode", fault=fault(1))
     usage = [response async for response in ask(beam=pb.BeamParams(width=3))][-1].usage
     assert usage.retries >= 1
     assert sum(charges) == NUM_PROMPT + 3 * len(pair.script.answer)
@@ -119,9 +111,7 @@ async def test_a_request_that_a_worker_does_not_finish_is_charged(
     pair: Any, ask: Any, charges: list[int], fault: Any
 ) -> None:
     """No attempt follows an error that another worker would give too."""
-    for name in ("d1", "d2"):
-        pair[name].fault = fault(2, OutOfRange("scripted"))
-        pair[name].num_generated_tokens = 9
+    pair.change("decode", fault=fault(2, OutOfRange("scripted")), num_generated_tokens=9)
     with pytest.raises(grpc.aio.AioRpcError):
         async for _ in ask(n=2):
             pass
@@ -131,9 +121,7 @@ async def test_a_request_that_a_worker_does_not_finish_is_charged(
 async def test_deadlines_and_disconnects_are_charged_for_tokens_that_did_not_arrive(
     pair: Any, ask: Any, charges: list[int]
 ) -> None:
-    for name in ("d1", "d2"):
-        pair[name].pause_before_token = 2
-        pair[name].num_generated_tokens = 9
+    pair.change("decode", pause_before_token=2, num_generated_tokens=9)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in ask(timeout=0.5, n=2):
             pass

@@ -16,7 +16,8 @@ from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import Unavailable
 from quire.services.router.metrics.turns import LastTurn, Turns
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.fake_worker import Fault
 
 REPEATED, CACHED = "quire_turn_repeat_ratio", "quire_turn_cached_ratio"
@@ -132,8 +133,7 @@ def observed(pair: Any, name: str = REPEATED) -> tuple[float, float]:
 
 async def test_the_turns_of_a_conversation(pair: Any) -> None:
     stub = await pair.start()
-    for name in ("p1", "p2"):
-        pair[name].num_cached_tokens = 4
+    pair.change("prefill", num_cached_tokens=4)
     first = await ask(stub, [5] * 8, session="s")
     assert observed(pair) == (0, 0)
     # The second turn repeats the whole first one, and the third one half of the second.
@@ -155,9 +155,8 @@ async def test_only_the_prompt_counts_before_several_answers(pair: Any) -> None:
 
 
 async def test_http_requests_name_sessions_within_their_tenant(pair: Any, tmp_path: Path) -> None:
-    made = [new_key(Tenant(name)) for name in ("acme", "other")]
-    (tmp_path / "keys").write_text("\n".join(each.line for each in made))
-    await pair.start(http_port=0, api_keys_file=tmp_path / "keys")
+    file, keys = write_keys(tmp_path, Tenant("acme"), Tenant("other"))
+    await pair.start(http_port=0, api_keys_file=file)
     calls: list[tuple[dict[str, str], dict[str, Any]]] = [
         ({"X-Session-Id": "s"}, {"prompt_cache_key": "ignored"}),
         ({}, {"prompt_cache_key": "s"}),
@@ -165,8 +164,8 @@ async def test_http_requests_name_sessions_within_their_tenant(pair: Any, tmp_pa
     ]
     async with ClientSession(f"http://{pair.running.http.address}") as http:
         for number, (sent_headers, body) in enumerate(calls):
-            for each in made:
-                headers = {"authorization": f"Bearer {each.key}", **sent_headers}
+            for key in keys:
+                headers = {"authorization": f"Bearer {key}", **sent_headers}
                 sent = {"prompt": "say hello world", **body}
                 async with http.post("/v1/completions", json=sent, headers=headers) as response:
                     assert response.status == 200, await response.text()
@@ -203,10 +202,9 @@ async def test_a_session_that_no_request_can_name_cannot_end(pair: Any, name: st
 
 
 async def test_a_tenant_cannot_end_a_session_of_another(pair: Any, tmp_path: Path) -> None:
-    made = [new_key(Tenant(name)) for name in ("acme", "other")]
-    (tmp_path / "keys").write_text("\n".join(each.line for each in made))
-    await pair.start(http_port=0, api_keys_file=tmp_path / "keys")
-    mine, theirs = ({"authorization": f"Bearer {each.key}"} for each in made)
+    file, keys = write_keys(tmp_path, Tenant("acme"), Tenant("other"))
+    await pair.start(http_port=0, api_keys_file=file)
+    mine, theirs = ({"authorization": f"Bearer {key}"} for key in keys)
     async with ClientSession(f"http://{pair.running.http.address}") as http:
 
         async def end(**options: Any) -> tuple[int, Any]:

@@ -15,12 +15,9 @@ from quire.services.router.execution.token_charge import AttemptCharge, RequestC
 from quire.services.router.execution.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.worker import Worker, WorkerConnection
+from tests.testing.rpc_errors import rpc_error
 
 WAIT_SECONDS = 5.0
-
-
-def rpc_error(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "scripted", "")
 
 
 class Outputs:

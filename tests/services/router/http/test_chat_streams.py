@@ -32,8 +32,7 @@ async def ask(
 
     async def start(written: str, **options: Any) -> Ask:
         pair.script.answer[:] = [*await tokenizer.encode(written, add_special_tokens=False), 1]
-        for worker in pair.workers.values():
-            worker.max_model_len = 512
+        pair.change(max_model_len=512)
         if pair.running is None:
             await pair.start(http_port=0, model=str(folder), **options)
         sessions.append(ClientSession(f"http://{pair.running.http.address}"))
@@ -242,8 +241,7 @@ async def test_a_worker_that_fails_within_a_call_leaves_no_trace(
     read: Any = folded if stream else as_folded
     before = read(await asked(**body))
     for at in (1, 20, len(pair.script.answer) - 3):
-        for name in ("d1", "d2"):
-            pair[name].fault = fault(at)
+        pair.change("decode", fault=fault(at))
         assert read(await asked(**body)) == before
         pair["d1"].fault = pair["d2"].fault = None
 

@@ -27,8 +27,9 @@ from quire.services.router.grpc.open_calls import OpenCalls
 from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.http.server import http_server
 from quire.services.router.http.shared.errors import _STATUS
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
 from quire.services.server.otel_tracing import OtelTracer
+from tests.testing.api_keys import write_keys
 from tests.testing.until import until
 
 PROMPT = {"prompt": "say it", "max_tokens": 50}
@@ -251,10 +252,8 @@ async def test_a_refusal_of_a_worker_has_the_field_name_of_the_request(
     http: ClientSession, pair: Any, fault: Any, body: Any, field: str
 ) -> None:
     kind = "grammar" if field.endswith("choice") else "json_schema"
-    for name in ("d1", "d2"):
-        pair[name].fault = fault(0, InvalidArgument(f"format.{kind}", "cannot be compiled"))
-    for name in ("p1", "p2"):
-        pair[name].fault = fault(0, InvalidArgument(f"format.{kind}", "cannot be compiled"))
+    pair.change("decode", fault=fault(0, InvalidArgument(f"format.{kind}", "cannot be compiled")))
+    pair.change("prefill", fault=fault(0, InvalidArgument(f"format.{kind}", "cannot be compiled")))
     status, answer = await post(http, "/v1/completions", body)
     assert (status, answer["error"]["param"]) == (400, field)
     assert answer["error"]["message"] == f"{field}: cannot be compiled"
@@ -267,8 +266,7 @@ async def test_a_refusal_of_a_worker_has_the_field_name_of_the_request(
 async def test_a_prompt_that_a_worker_refuses_has_the_name_that_was_sent(
     http: ClientSession, pair: Any, fault: Any, path: str, body: Any, field: str
 ) -> None:
-    for worker in pair.workers.values():
-        worker.fault = fault(0, InvalidArgument("token_ids", "needs more blocks than there are"))
+    pair.change(fault=fault(0, InvalidArgument("token_ids", "needs more blocks than there are")))
     status, answer = await post(http, path, body)
     assert (status, answer["error"]["param"]) == (400, field)
 
@@ -351,8 +349,7 @@ async def test_requests_that_the_api_does_not_have(http: ClientSession) -> None:
 
 async def test_a_full_router_sends_retry_after(start: Any, pair: Any) -> None:
     http = await start(max_requests=1)
-    for worker in pair.workers.values():
-        worker.pause_before_token = 0
+    pair.change(pause_before_token=0)
     first = asyncio.create_task(post(http, "/v1/completions", PROMPT))
     await until(lambda: pair.metric("quire_router_requests_running"))
     async with http.post("/v1/chat/completions", json={**CHAT, "stream": True}) as response:
@@ -377,8 +374,7 @@ async def test_more_answers_than_the_router_takes_are_a_bad_request(start: Any) 
 
 async def test_a_deadline_is_a_gateway_timeout(start: Any, pair: Any) -> None:
     http = await start(request_timeout_seconds=0.2)
-    for worker in pair.workers.values():
-        worker.pause_before_token = 0
+    pair.change(pause_before_token=0)
     for stream in (False, True):
         status, body = await post(http, "/v1/completions", {**PROMPT, "stream": stream})
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
@@ -452,17 +448,15 @@ async def test_the_openapi_document_has_every_route_and_resolves(http: ClientSes
 
 
 async def test_the_headers_authorize_a_call(pair: Any, tmp_path: Path) -> None:
-    key = new_key(Tenant("blue"))
-    keys = tmp_path / "keys"
-    keys.write_text(key.line)
+    keys, [key] = write_keys(tmp_path, Tenant("blue"))
     await pair.start(api_keys_file=keys, http_port=0)
     async with ClientSession(f"http://{pair.running.http.address}") as http:
         status, body = await post(http, "/v1/completions", PROMPT)
         assert (status, body["error"]["code"]) == (401, "no_api_key")
         assert (await http.get("/v1/models")).headers["WWW-Authenticate"] == "Bearer"
         assert (await http.get("/metrics")).status == 401
-        assert (await http.get("/metrics", headers={"X-Api-Key": key.key})).status == 200
-        headers = {"Authorization": f"Bearer {key.key}"}
+        assert (await http.get("/metrics", headers={"X-Api-Key": key})).status == 200
+        headers = {"Authorization": f"Bearer {key}"}
         assert (await http.get("/metrics", headers=headers)).status == 200
         # Waits until the workers have joined, which readiness does not.
         answer = await http.post("/v1/completions", json=PROMPT, headers=headers)
@@ -474,11 +468,9 @@ async def test_the_headers_authorize_a_call(pair: Any, tmp_path: Path) -> None:
 async def test_prompts_of_one_request_do_not_refuse_each_other(
     pair: Any, tmp_path: Path, tenant: int | None, router: int
 ) -> None:
-    key = new_key(Tenant("blue", max_requests=tenant))
-    keys = tmp_path / "keys"
-    keys.write_text(key.line)
+    keys, [key] = write_keys(tmp_path, Tenant("blue", max_requests=tenant))
     await pair.start(api_keys_file=keys, http_port=0, max_requests=router)
-    headers = {"Authorization": f"Bearer {key.key}"}
+    headers = {"Authorization": f"Bearer {key}"}
     async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
         status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": ["say it"] * 8})
         assert status == 200
@@ -490,11 +482,9 @@ async def test_prompts_of_one_request_do_not_refuse_each_other(
 
 
 async def test_a_tenants_tokens_are_counted(pair: Any, tmp_path: Path) -> None:
-    key = new_key(Tenant("blue", tokens_per_minute=10))
-    keys = tmp_path / "keys"
-    keys.write_text(key.line)
+    keys, [key] = write_keys(tmp_path, Tenant("blue", tokens_per_minute=10))
     await pair.start(api_keys_file=keys, http_port=0)
-    headers = {"Authorization": f"Bearer {key.key}"}
+    headers = {"Authorization": f"Bearer {key}"}
     async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
         status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": [7]})
         assert status == 200

@@ -80,7 +80,7 @@ async def test_the_request_id_is_that_of_the_header_or_the_body(http: ClientSess
     body: Any = {"input": IDS, "request_id": "mine", "cache_salt": "s"}
     async with http.post("/v1/embeddings", json=body) as response:
         assert response.headers["X-Request-Id"] == "mine"
-    calls = [call for name in ("p1", "p2") for call in pair[name].calls]
+    calls = pair.calls("prefill")
     assert all(call.sequence.sequence_id.startswith("mine-") for call in calls)
     assert {call.sequence.cache_scope.salt for call in calls} == {"s"}
 

@@ -47,7 +47,7 @@ async def test_the_models_own_defaults_are_shown_and_apply(
         await client.completions.create(
             model="tiny", prompt="say it", temperature=1, extra_body={"top_k": -1}
         )
-    sent = [call.sequence for name in ("d1", "d2") for call in pair[name].calls]
+    sent = [call.sequence for call in pair.calls("decode")]
     values = {(each.sampling.temperature, each.sampling.top_k, each.stopping.max_tokens) for each in sent}
     assert values == {silent, (1, 0, 16)}
 
@@ -69,7 +69,7 @@ async def test_a_completion(client: AsyncOpenAI, pair: Any) -> None:
 async def test_sixteen_tokens_are_the_default_of_completions_only(client: AsyncOpenAI, pair: Any) -> None:
     await client.completions.create(model="tiny", prompt="say it")
     await client.chat.completions.create(model="tiny", messages=MESSAGES)
-    calls = [call.sequence for worker in pair.workers.values() for call in worker.calls]
+    calls = [call.sequence for call in pair.calls()]
     left = {64 - len(call.token_ids) for call in calls}
     assert {call.stopping.max_tokens for call in calls} == {16, min(left)}
 
@@ -184,14 +184,13 @@ async def test_the_salt_reaches_the_workers(client: AsyncOpenAI, pair: Any) -> N
     salt = {"cache_salt": "mine"}
     await client.completions.create(model="tiny", prompt="say it", extra_body=salt)
     await client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=salt)
-    calls = [call.sequence.cache_scope for worker in pair.workers.values() for call in worker.calls]
+    calls = [call.sequence.cache_scope for call in pair.calls()]
     assert [scope.salt for scope in calls] == ["mine"] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnect_ends_the_request(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
-    for worker in pair.workers.values():
-        worker.pause_before_token = 2
+    pair.change(pause_before_token=2)
     create: Any = client.completions.create
     asking = asyncio.create_task(create(model="tiny", prompt="say it", max_tokens=50, stream=stream))
     decoders = (pair["d1"], pair["d2"])

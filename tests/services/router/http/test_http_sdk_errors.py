@@ -24,7 +24,8 @@ from quire.rpc.errors import (
     Unavailable,
 )
 from quire.services.router.grpc.servicer import GenerationServicer
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 
 MESSAGES: Any = [{"role": "user", "content": "say hello world, stop here"}]
 SDKS = ("openai", "anthropic")
@@ -200,9 +201,8 @@ async def test_agents_see_that_their_conversation_is_too_long(connect: Connect, 
 
 @pytest.mark.parametrize("sdk", SDKS)
 async def test_the_key_of_either_client_is_known(connect: Connect, tmp_path: Path, sdk: str) -> None:
-    key, keys = new_key(Tenant("blue")), tmp_path / "keys"
-    keys.write_text(key.line)
-    clients = await connect(key.key, api_keys_file=keys)
+    keys, [key] = write_keys(tmp_path, Tenant("blue"))
+    clients = await connect(key, api_keys_file=keys)
     await clients.ask(sdk)
     wrong: Any = (clients.openai if sdk == "openai" else clients.anthropic).with_options(api_key="wrong")
     with pytest.raises(either("AuthenticationError")) as caught:
@@ -215,8 +215,7 @@ async def test_the_key_of_either_client_is_known(connect: Connect, tmp_path: Pat
 async def test_an_error_in_the_middle_of_a_stream_ends_its_reader(
     connect: Connect, pair: Any, fault: Any, sdk: str
 ) -> None:
-    for name in ("d1", "d2"):
-        pair[name].fault = fault(2, FailedPrecondition("scripted"))
+    pair.change("decode", fault=fault(2, FailedPrecondition("scripted")))
     stream = await (await connect()).ask(sdk, stream=True)
     with pytest.raises(either("APIError"), match="refused: scripted") as caught:
         _ = [event async for event in stream]

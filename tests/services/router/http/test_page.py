@@ -14,7 +14,8 @@ from openai import AsyncOpenAI
 
 from quire.protos import worker_pb2
 from quire.services.router.http.page import files
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.until import until
 
 ASKS: Any = {"model": "", "messages": [{"role": "user", "content": "say hello world, stop here"}]}
@@ -27,8 +28,7 @@ def text_of(name: str) -> str:
 
 @pytest.mark.parametrize("path", files.PAGE_FILES)
 async def test_a_file_needs_no_key_and_no_other_host(start: Any, tmp_path: Path, path: str) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(new_key(Tenant("blue")).line)
+    keys, _ = write_keys(tmp_path, Tenant("blue"))
     http = await start(api_keys_file=keys)
     async with http.get(path) as response:
         assert response.status == 200
@@ -61,17 +61,16 @@ def test_the_page_has_all_its_files_and_nothing_inline() -> None:
 
 
 async def test_only_a_key_shows_the_cluster(start: Any, tmp_path: Path) -> None:
-    key, keys = new_key(Tenant("blue")), tmp_path / "keys"
-    keys.write_text(key.line)
+    keys, [key] = write_keys(tmp_path, Tenant("blue"))
     http = await start(api_keys_file=keys)
     async with http.get("/v1/cluster") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (401, "no_api_key")
-    async with http.get("/v1/cluster", headers={"x-api-key": key.key}) as response:
+    async with http.get("/v1/cluster", headers={"x-api-key": key}) as response:
         assert response.status == 200
         # A tenant sees neither addresses nor the names that operators use.
         assert not re.search(r"127\.0\.0\.1|\"[pd][12]\"", await response.text())
     # An API key never travels in a URL, which servers and browsers keep.
-    async with http.get("/v1/cluster", params={"key": key.key}) as response:
+    async with http.get("/v1/cluster", params={"key": key}) as response:
         assert response.status == 401
 
 
@@ -121,8 +120,7 @@ async def test_an_answer_names_its_workers_and_counts_its_blocks(
     push = {"source": source, "target": target, "running": 0, "blocks": 3}
     async with http.get("/v1/cluster") as response:
         assert (await response.json())["pushes"] == [push]
-    for worker in pair.workers.values():
-        worker.pause_before_token = 0
+    pair.change(pause_before_token=0)
 
     async def view_of_the_request() -> Any:
         async with http.get("/v1/cluster") as response:

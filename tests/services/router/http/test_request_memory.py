@@ -58,8 +58,7 @@ def padded(request: pb.GenerateRequest, num_bytes: int) -> bytes:
 
 
 async def test_large_requests_wait_for_no_small_one(pair: Any) -> None:
-    for name in ("d1", "d2"):
-        pair[name].pause_before_token = 1
+    pair.change("decode", pause_before_token=1)
     stub = await pair.start(max_request_bytes=LIMIT)
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(pair.running.address, options=options) as channel:

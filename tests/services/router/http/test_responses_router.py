@@ -48,8 +48,7 @@ async def test_an_answer_with_every_kind_of_item_whole_and_streamed(
     pair: Any, model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     pair.script.answer[:] = [*await tokenizer.encode(WRITTEN, add_special_tokens=False), 1]
-    for worker in pair.workers.values():
-        worker.max_model_len = 1024
+    pair.change(max_model_len=1024)
     await pair.start(http_port=0, model=str(copy_with_thinking(model_folder, tmp_path / "thinking")))
     url = f"http://{pair.running.http.address}/v1"
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:

@@ -13,7 +13,8 @@ from openai import AsyncOpenAI
 
 from quire.services.router.http.shared import resumable
 from quire.services.router.http.shared.resumable import ANSWERS
-from quire.services.router.tenants.api_keys import Tenant, new_key
+from quire.services.router.tenants.api_keys import Tenant
+from tests.testing.api_keys import write_keys
 from tests.testing.until import until
 
 CHAT = {"messages": [{"role": "user", "content": "say it"}], "stream": True, "request_id": "r"}
@@ -21,8 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": "say it"}], "stream": True, "re
 
 def pause(pair: Any) -> None:
     """Let the decode workers wait before a token."""
-    for name in ("d1", "d2"):
-        pair[name].pause_before_token = 2
+    pair.change("decode", pause_before_token=2)
 
 
 def go_on(pair: Any) -> None:
@@ -107,18 +107,16 @@ async def test_a_head_request_disturbs_no_reader(http: ClientSession, pair: Any)
 
 
 async def test_another_tenant_gets_nothing(start: Any, tmp_path: Path) -> None:
-    keys = {name: new_key(Tenant(name)) for name in ("alice", "bob")}
-    file = tmp_path / "keys"
-    file.write_text("\n".join(key.line for key in keys.values()))
+    file, keys = write_keys(tmp_path, Tenant("alice"), Tenant("bob"))
     http = await start(api_keys_file=file)
+    alice, bob = ({"Authorization": f"Bearer {key}"} for key in keys)
     asks = {"input": "x", "stream": True, "request_id": "r"}
-    headers = {name: {"Authorization": f"Bearer {key.key}"} for name, key in keys.items()}
-    async with http.post("/v1/responses", json=asks, headers=headers["alice"]) as response:
+    async with http.post("/v1/responses", json=asks, headers=alice) as response:
         whole = await response.read()
     url = "/v1/responses/resp_r?stream=true"
-    async with http.get(url, headers=headers["bob"]) as response:
+    async with http.get(url, headers=bob) as response:
         assert response.status == 404
-    async with http.get(url, headers=headers["alice"]) as response:
+    async with http.get(url, headers=alice) as response:
         assert await response.read() == whole
 
 
