@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.sampling.constraints import check_vocabulary, contradiction
@@ -21,6 +21,13 @@ words = st.lists(st.lists(tokens, min_size=1, max_size=2).map(tuple), max_size=6
     stop_token_ids=st.frozensets(tokens),
     eos_token_ids=st.frozensets(tokens),
     min_tokens=st.integers(0, 1),
+)
+@example(  # both leave nothing: the first is named
+    allowed=frozenset({1}),
+    bad_words=[(1,)],
+    stop_token_ids=frozenset(),
+    eos_token_ids=frozenset({1}),
+    min_tokens=1,
 )
 def test_a_contradiction_is_found_exactly_if_no_first_token_is_allowed(
     allowed: frozenset[int],
@@ -46,15 +53,16 @@ def test_a_contradiction_is_found_exactly_if_no_first_token_is_allowed(
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "field"),
     [
-        SamplingParams(logit_bias=((1, 0.0), (4, 0.0))),
-        SamplingParams(allowed_token_ids=frozenset({0, 4})),
-        SamplingParams(bad_words=((1, 4), (2,))),
-        SamplingParams(stop_token_ids=frozenset({4})),
+        (SamplingParams(logit_bias=((1, 0.0), (4, 0.0))), "sampling.logit_bias"),
+        (SamplingParams(allowed_token_ids=frozenset({0, 4})), "sampling.allowed_token_ids"),
+        (SamplingParams(bad_words=((1, 4), (2,))), "sampling.bad_word_token_ids"),
+        (SamplingParams(stop_token_ids=frozenset({4})), "stopping.stop_token_ids"),
     ],
 )
-def test_the_first_token_beyond_the_vocabulary_is_refused(params: SamplingParams) -> None:
+def test_the_first_token_beyond_the_vocabulary_is_refused_by_name(params: SamplingParams, field: str) -> None:
     check_vocabulary(params, VOCAB_SIZE + 1)
-    with pytest.raises(ParameterError, match="must be below 4; got 4"):
+    with pytest.raises(ParameterError, match="must be below 4; got 4") as caught:
         check_vocabulary(params, VOCAB_SIZE)
+    assert caught.value.field == field

@@ -75,6 +75,10 @@ def test_a_worker_gets_the_parameters_that_the_router_has(params: SamplingParams
         assert getattr(read, name) == getattr(params, name), name
 
 
+def test_a_message_without_parameters_has_the_defaults() -> None:
+    assert from_proto(worker_pb2.Sequence()) == SamplingParams()
+
+
 def test_only_fields_that_are_set_are_values() -> None:
     generation = pb.Generation(
         sampling=pb.SamplingParams(temperature=0.0, seed=0), response=pb.ResponseOptions(logprobs=0)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.sampling.parameter import ParameterError
+from quire import llm
+from quire.protos import inference_pb2 as pb
+from quire.sampling.parameter import ParameterError, table
 from quire.sampling.params import (
     GREEDY_BELOW,
     MAX_SEQUENCES,
     BeamParams,
     EarlyStopping,
+    ResponseOptions,
     SamplingParams,
     check_best_of,
 )
@@ -102,3 +106,31 @@ def test_no_more_answers_are_returned_than_sampled() -> None:
     for num_answers, best_of in ((3, 2), (1, MAX_SEQUENCES + 1)):
         with pytest.raises(ParameterError, match=f"must be from n = {num_answers} to {MAX_SEQUENCES}"):
             check_best_of(num_answers, best_of)
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+KINDS = (SamplingParams, BeamParams, ResponseOptions)
+
+
+def test_every_default_is_in_its_range() -> None:
+    for kind in KINDS:
+        for entry in table(kind).values():
+            if isinstance(entry.default, int | float):
+                entry.parameter.check(entry.default)
+
+
+def test_every_path_is_a_field() -> None:
+    for kind in KINDS:
+        for entry in table(kind).values():
+            message: Any = pb.Generation()
+            *groups, field = entry.parameter.path.split(".")
+            for group in groups:
+                message = getattr(message, group)
+            assert field in message.DESCRIPTOR.fields_by_name, entry
+
+
+def test_every_parameter_is_one_of_the_offline_interface() -> None:
+    names = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs"}
+    offline = {field.name for field in fields(llm.SamplingParams)}
+    assert {names.get(name, name) for name in table(SamplingParams)} - offline == {"beam"}

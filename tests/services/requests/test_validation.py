@@ -12,6 +12,7 @@ import pytest
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument, NotFound
 from quire.sampling.messages import to_proto
+from quire.sampling.output_format import OutputFormat
 from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.prompts import INLINE_CHAT_BYTES, MAX_PROMPT_BYTES, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
@@ -81,6 +82,31 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (sampling(typical_p=0), "sampling.typical_p", "above 0 and at most 1; got 0"),
         (sampling(top_k=321), "sampling.top_k", "to 320; got 321"),
         (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs", "from 0 to 20; got 21"),
+        (sampling(presence_penalty=2.5), "sampling.presence_penalty", "from -2 to 2; got 2.5"),
+        (sampling(frequency_penalty=math.nan), "sampling.frequency_penalty", "got nan"),
+        (sampling(repetition_penalty=0), "sampling.repetition_penalty", "from 0.01 to 100; got 0"),
+        (sampling(repetition_penalty=100.5), "sampling.repetition_penalty", "got 100.5"),
+        (sampling(logit_bias={320: 1.0}), "sampling.logit_bias", "below 320; got 320"),
+        (sampling(logit_bias={7: 101.0}), "sampling.logit_bias[7]", "from -100 to 100; got 101"),
+        (
+            sampling(logit_bias=dict.fromkeys(range(1025), 1.0)),
+            "sampling.logit_bias",
+            "at most 1024; got 1025",
+        ),
+        (sampling(allowed_token_ids=[3, 320]), "sampling.allowed_token_ids", "below 320; got 320"),
+        (sampling(bad_words=["x"] * 129), "sampling.bad_words", "at most 128; got 129"),
+        (
+            request(response=pb.ResponseOptions(prompt_logprobs=21)),
+            "response.prompt_logprobs",
+            "to 20; got 21",
+        ),
+        (request(format=pb.ResponseFormat(regex="")), "format.regex", "from 1 to"),
+        (request(format=pb.ResponseFormat(grammar="x" * 65537)), "format.grammar", "from 1 to"),
+        (
+            request(format=pb.ResponseFormat(json_schema="{}"), stopping=pb.StoppingParams(ignore_eos=True)),
+            "stopping.ignore_eos",
+            "cannot go with a format",
+        ),
         (sampling(n=0), "sampling.n", "from 1 to 64; got 0"),
         (sampling(kv_budget_tokens=11), "sampling.kv_budget_tokens", "must be at least 12, 3 blocks; got 11"),
         (
@@ -305,3 +331,9 @@ async def test_constraints_that_allow_some_token_are_accepted(
     model: ServedModel, generation: pb.Generation
 ) -> None:
     await validate(generation, model)
+
+
+async def test_a_format_is_passed_on(model: ServedModel) -> None:
+    wanted = pb.ResponseFormat(json_schema='{"type": "integer"}')
+    valid = await validate(request(format=wanted), model)
+    assert valid.format == OutputFormat("json_schema", '{"type": "integer"}')
