@@ -87,7 +87,9 @@ class RouterMetrics:
         self.generation_tokens = counter(
             "generation_tokens", "Tokens of answers, including those that best_of does not return."
         )
-        self.success = counter("request_success", "Requests that were answered completely.", "finished_reason")
+        self.success = counter(
+            "request_success", "Requests that were answered completely.", "finished_reason"
+        )
         self.failure = counter("request_failure", "Requests that ended with an error.", "grpc_code")
         self.rejections = counter("admission_rejections", "Requests that were refused immediately.", "reason")
         self.decisions = counter("router_decision", "Choices of a worker.", "role", "reason")
