@@ -44,7 +44,7 @@ def connected(connection: AdminConnection) -> Iterator[AdminClient]:
             fail(error.message)
         if connection_problem(error.message, address) is None:
             fail(f"no router's admin port answers at {address}: name it with --admin-address")
-        fail(f"{address} is no admin port: name one with --admin-address")
+        fail(f"{address} is not a router's admin port: name that with --admin-address")
     except Unsupported as error:
         if error.reason != error.code.name:
             fail(error.message)
@@ -86,7 +86,7 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Use it again.")] = False,
     connection: AdminConnection,
 ) -> None:
-    """Send no new requests to a worker; its running requests go on. Other routers follow in milliseconds."""
+    """Send no new requests to a worker, and move its answers to others. Other routers follow."""
     with connected(connection) as router:
         router.drain(worker_id, undo=undo)
     typer.echo(f"{worker_id} {'serves again' if undo else 'drains'}")
@@ -96,7 +96,10 @@ def drain(
 @spread
 def scale(
     *,
-    numbers: Annotated[list[str], typer.Argument(help="How many, as decode=3.", metavar="ROLE=NUMBER...")],
+    numbers: Annotated[
+        list[str],
+        typer.Argument(help="Number of workers of a role, such as decode=3.", metavar="ROLE=NUMBER..."),
+    ],
     connection: AdminConnection,
 ) -> None:
     """Start or end workers of `quire serve`; those that end pass their running requests on."""
@@ -114,7 +117,7 @@ def scale(
 def _role_and_number(text: str) -> tuple[str, int]:
     role, _, number = text.partition("=")
     if role not in ("prefill", "decode") or not number.isdecimal():
-        raise typer.BadParameter(f"{text!r} is not a role and a number, as decode=3 or prefill=2")
+        raise typer.BadParameter(f"{text!r} is not a role and a number: write decode=3 or prefill=2")
     return role, int(number)
 
 
@@ -165,7 +168,7 @@ def add_adapter(
 def remove_adapter(
     *, name: Annotated[str, typer.Argument(help="Its name.")], connection: AdminConnection
 ) -> None:
-    """Unload an adapter on every worker; the requests that use it go on."""
+    """Unload an adapter on every worker; requests that use it continue with it."""
     with connected(connection) as router:
         router.remove_adapter(name)
     typer.echo(f"{name} is served no more")
@@ -176,7 +179,8 @@ def remove_adapter(
 def log_level(
     *,
     level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Argument(help="Least severity of logged events.")
+        Literal["debug", "info", "warning", "error"],
+        typer.Argument(help="Least severe level that is logged."),
     ],
     connection: AdminConnection,
 ) -> None:

@@ -16,7 +16,8 @@ app.callback()(lambda: None)
 def new(
     tenant: Annotated[str, typer.Argument(help="Whose key it is; tenants share no KV blocks.")],
     tokens_per_minute: Annotated[
-        int | None, typer.Option("--tokens-per-minute", help="Of prompts and answers.", min=1)
+        int | None,
+        typer.Option("--tokens-per-minute", help="Tokens of prompts and answers per minute.", min=1),
     ] = None,
     max_requests: Annotated[
         int | None,
@@ -25,14 +26,17 @@ def new(
         ),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option("--max-waiting", help="That may wait for one of those to end.", min=0)
+        int, typer.Option("--max-waiting", help="Requests that may wait for a running one to end.", min=0)
     ] = 0,
     weight: Annotated[
-        int | None, typer.Option("--weight", help="Part of the computed tokens while tenants compete.", min=1)
+        int | None,
+        typer.Option("--weight", help="Share of the computed tokens, relative to other tenants.", min=1),
     ] = None,
     priority: Annotated[
         int,
-        typer.Option("--priority", help="Requests may have priorities down to minus this.", min=0, max=100),
+        typer.Option(
+            "--priority", help="Lowest priority of a request is minus this; lower is sooner.", min=0, max=100
+        ),
     ] = 0,
 ) -> None:
     """Make an API key. It is shown once, on stderr; its line for the --api-keys file goes to stdout.

@@ -43,7 +43,7 @@ Address = Annotated[
     str,
     option(
         "--address",
-        "host:port of the router's public gRPC; of several, separated by commas, so that one may fail.",
+        "host:port of the router's public gRPC port; several routers are separated by commas.",
         CONNECTION,
         callback=_several,
     ),

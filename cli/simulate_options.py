@@ -41,9 +41,7 @@ class CalibrationOptions:
     ] = None
     save_calibration: Annotated[
         Path | None,
-        _option(
-            "--save-calibration", "Write what was measured to this file.", CALIBRATION, callback=writable
-        ),
+        _option("--save-calibration", "Write the calibration to this file.", CALIBRATION, callback=writable),
     ] = None
     num_blocks: Annotated[
         int, _option("--num-blocks", "Blocks of a worker; for --calibrate.", CALIBRATION, min=1)
@@ -61,7 +59,7 @@ class RequestOptions:
         Path | None, _option("--trace", "Replay this file, in the format of Mooncake's traces.", REQUESTS)
     ] = None
     trace_block: Annotated[
-        int, _option("--trace-block", "Tokens that a hash id of requests stands for.", REQUESTS, min=1)
+        int, _option("--trace-block", "Tokens of one hash id in the trace.", REQUESTS, min=1)
     ] = 512
     workload: Annotated[
         Workload, _option("--workload", "Without a trace: shape of synthetic requests.", REQUESTS)

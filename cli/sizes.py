@@ -20,7 +20,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB or 2GiB")
+        raise typer.BadParameter(f"{text!r} is not a size: write one such as 512MiB or 2GiB")
     number, unit = match.groups()
     return int(float(number) * _BYTES[unit.upper()])
 
@@ -33,7 +33,9 @@ def parse_disk_folder(text: str) -> DiskFolder:
     """
     folder, colon, size = text.rpartition(":")
     if not colon or not folder:
-        raise typer.BadParameter(f"{text!r} is not a folder and a size; write /var/cache/quire:20GiB")
+        raise typer.BadParameter(
+            f"{text!r} is not a folder and a size: write them like /var/cache/quire:20GiB"
+        )
     return DiskFolder(folder, parse_size(size))
 
 

@@ -43,7 +43,7 @@ class EngineConfig:
     arithmetic: Arithmetic = setting(
         "auto",
         "--arithmetic",
-        "Which sums kernels make: the fastest of this machine, or portable: those of every processor, for "
+        "auto: the fastest arithmetic of this machine; portable: one that every processor can compute, for "
         "clusters of different machines.",
         Panel.MODEL,
     )
@@ -85,7 +85,7 @@ class EngineConfig:
     )
     block_size: int = setting(16, "--block-size", "Tokens in a KV block.", Panel.CACHE, minimum=1)
     kv_memory_bytes: int | None = setting(
-        None, "--kv-memory", "Memory for KV blocks, as 512MiB or 2GiB.", Panel.COMMON, is_size=True
+        None, "--kv-memory", "Memory for KV blocks, such as 512MiB or 2GiB.", Panel.COMMON, is_size=True
     )
     num_blocks: int | None = setting(
         None,
@@ -97,7 +97,7 @@ class EngineConfig:
     swap_space_bytes: int = setting(
         64 << 20,
         "--swap-memory",
-        "Host memory for the blocks of preempted requests, as 64MiB; 0 for none.",
+        "Host memory for the blocks of preempted requests, such as 64MiB; 0 for none.",
         Panel.CACHE,
         minimum=0,
         is_size=True,

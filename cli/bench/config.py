@@ -80,12 +80,14 @@ class BenchConfig:
         Path | None,
         _prompts(
             "--dataset-path",
-            "The file; requests that the model is too short for are left out.",
+            "File of the dataset; requests that exceed the model's length are left out.",
             exists=True,
             dir_okay=False,
         ),
     ] = None
-    input_len: Annotated[int, _prompts("--input-len", "Tokens of a prompt; of notes, about.", min=1)] = 256
+    input_len: Annotated[
+        int, _prompts("--input-len", "Tokens of a prompt; approximate for notes.", min=1)
+    ] = 256
     shared_prefix_len: Annotated[
         int, _prompts("--shared-prefix-len", "Tokens with which all random prompts begin.", min=0)
     ] = 0

@@ -147,14 +147,14 @@ class RouterConfig(ServiceConfig):
     max_requests: int = setting(
         1024,
         "--max-requests",
-        "Most answers under way, n of each request; more are refused.",
+        "Most running answers; a request with n answers counts n times; more are refused.",
         Panel.LIMITS,
         minimum=1,
     )
     max_request_bytes: int = setting(
         256 << 20,
         "--max-request-bytes",
-        "Most bytes of the requests under way, as 256MiB; more are refused.",
+        "Most bytes of the running requests, such as 256MiB; more are refused.",
         Panel.LIMITS,
         minimum=32 << 20,
         is_size=True,
@@ -169,7 +169,7 @@ class RouterConfig(ServiceConfig):
     worker_wait_seconds: float = setting(
         30.0,
         "--worker-wait",
-        "Longest time that a request waits while no worker can take it, in seconds; 0 refuses it at once.",
+        "Seconds that a request waits while no worker can serve it; 0 refuses it immediately.",
         Panel.LIMITS,
         minimum=0,
     )

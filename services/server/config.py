@@ -79,11 +79,11 @@ class ServiceConfig:
         # Less than the 30 s after which Kubernetes kills a process.
         25.0,
         "--grace-period",
-        "How long requests may go on after SIGTERM or Ctrl-C, in seconds.",
+        "Seconds for which running requests may continue after SIGTERM or Ctrl-C.",
         Panel.PROCESS,
         minimum=0,
     )
-    log_level: LogLevel = setting("info", "--log-level", "Least severity of logged events.", Panel.PROCESS)
+    log_level: LogLevel = setting("info", "--log-level", "Least severe level that is logged.", Panel.PROCESS)
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -109,7 +109,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     host_cache_bytes: int = setting(
         0,
         "--host-cache",
-        "Host memory for cached blocks that the pool evicts, as 1GiB; 0 for none.",
+        "Host memory for cached blocks that the pool evicts, such as 1GiB; 0 for none.",
         Panel.CACHE,
         minimum=0,
         is_size=True,
@@ -117,7 +117,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     disk_cache: DiskFolder | None = setting(
         None,
         "--disk-cache",
-        "Folder and size for cached blocks that the host cache evicts, as /var/cache/quire:20GiB.",
+        "Folder and size for cached blocks that the host cache evicts, such as /var/cache/quire:20GiB.",
         Panel.CACHE,
     )
     lora: tuple[str, ...] = setting(

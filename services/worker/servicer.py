@@ -129,7 +129,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Any
     ) -> worker_pb2.UnloadAdapterResponse:
-        """Unload an adapter; the requests that use it go on."""
+        """Unload an adapter; requests that use it continue with it."""
         self._parts.adapters.unload(request.name)
         return worker_pb2.UnloadAdapterResponse()
 

@@ -165,7 +165,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return pb.AddAdapterResponse(digest=min(digests))
 
     async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, context: Any) -> pb.RemoveAdapterResponse:
-        """Unload an adapter on every worker that has it; requests that use it go on."""
+        """Unload an adapter on every worker that has it; requests that use it continue with it."""
         workers = [worker for worker in self._workers.all() if request.name in worker.adapters]
         if not workers:
             raise NotFound(f"no worker has an adapter {request.name!r}", reason="ADAPTER_NOT_FOUND")

@@ -213,7 +213,7 @@ class WorkerHealth:
     # --- its end ------------------------------------------------------------------------------------------
 
     def left(self) -> None:
-        """It no longer belongs to the router's workers; its running requests go on."""
+        """Record that the worker has left the router; its running requests continue."""
         self._end(Presence.LEFT)
 
     def lost(self) -> None:

@@ -67,7 +67,7 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forget an adapter and report that to the routers; requests that use it go on.
+        """Forget an adapter and report that to the routers; requests that use it continue with it.
 
         Raises:
             NotFound: there is none of that name.
