@@ -13,7 +13,7 @@ MAX_COLUMNS = 10_000
 
 
 def write(text: str) -> None:
-    """Write a piece of a result to stdout at once."""
+    """Write a piece of a result to stdout and flush it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 

@@ -1,7 +1,7 @@
-"""The sum over the last inputs of each channel that a layer with a short convolution makes of a token.
+"""Short convolutions: sums over the last inputs of each channel, read from KV blocks.
 
 Blocks keep the inputs of such a layer like keys and values: those of the first half of the heads as keys, and
-the others as values. A token's sum reads them there, so it does not matter which step wrote them.
+the others as values. A token's sum reads them there, whichever step wrote them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sessions of coding agents: many steps, whose prompts repeat all before, after pauses of tools and people.
+"""Sessions of coding agents: each prompt repeats all earlier text, after a pause of a tool or a person.
 
 Steps, new tokens and pauses have the log-normal distributions that were fitted to the medians and 90th
 percentiles of TraceLab (arXiv 2606.30560), 4,265 sessions of coding agents.
@@ -22,7 +22,7 @@ PERSON_SHARE = 0.12
 
 
 def agent_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
-    """Return the first steps of sessions, which together have as many steps as requests are wanted.
+    """Return the first steps of sessions that together have the requested number of steps.
 
     The warm-up requests come first, without further steps. A session ends before it exceeds the model.
     """

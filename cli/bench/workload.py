@@ -43,7 +43,7 @@ def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
 
 
 def options_of(config: BenchConfig, max_tokens: int) -> GenerationOptions:
-    """Return the options of a request for so many tokens."""
+    """Return the options of a request for that many tokens."""
     return {"max_tokens": max_tokens, "ignore_eos": config.ignore_eos, "temperature": config.temperature}
 
 

@@ -95,6 +95,6 @@ class TopApp(App[None]):
         self._draw()
 
     def action_pause(self) -> None:
-        """Stop asking for snapshots, or go on."""
+        """Stop asking for snapshots, or continue."""
         self._is_paused = not self._is_paused
         self._draw()

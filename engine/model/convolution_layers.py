@@ -1,8 +1,8 @@
 """Layers with a short convolution, as in LFM2: they keep their inputs in KV blocks.
 
-Such a layer sums the last few inputs of each channel. To the blocks it is therefore a layer with a window of
-so many tokens, and whatever moves, shares, drops or restores blocks needs to know nothing about it. The
-inputs of a token fill the keys and values of one layer or of several.
+Such a layer sums the last few inputs of each channel, so its blocks are those of a layer with a window of
+that many tokens. Code that moves, shares, drops or restores blocks needs no special case. The inputs of a
+token fill the keys and values of one layer or of several.
 """
 
 from __future__ import annotations

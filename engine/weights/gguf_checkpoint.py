@@ -44,7 +44,7 @@ class GgufCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.packed: dict[str, list[PackedWeight]] = {}
-        """The weights that ``read_packed`` kept packed, each alone in a list."""
+        """The weights that ``read_packed`` kept packed, each in its own list."""
         self._path = (folder / GGUF_NAME).resolve()
         self._header = read_header(self._path)
         config = AutoConfig.from_pretrained(folder)

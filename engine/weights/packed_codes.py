@@ -107,7 +107,7 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def weight_bytes(module: torch.nn.Module, packed: Mapping[str, list[PackedWeight]]) -> int:
-    """Return the bytes of a model's weights, of which some are packed and others not yet."""
+    """Return the bytes of a model's weights, some of which are packed."""
     return sum(
         sum(each.panels.nbytes for each in packed[name]) if name in packed else parameter.nbytes
         for name, parameter in module.named_parameters()

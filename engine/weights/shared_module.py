@@ -35,7 +35,7 @@ Model = TypeVar("Model")
 
 
 class Source(NamedTuple):
-    """What the weights were made of.
+    """The source of the weights.
 
     Attributes:
         settings: the folder, the configuration and whatever else decides how weights are packed.

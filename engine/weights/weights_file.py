@@ -45,12 +45,12 @@ class WeightsFile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the weights are written, so that nobody can change them any more."""
+        """Whether the weights are written and sealed, so that no process can change them."""
         return bool(fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     @contextmanager
     def locked(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-        """Hold the file alone; a process that dies no longer holds it.
+        """Lock the file; the lock ends with its process.
 
         Raises:
             TimeoutError: others hold it for all this time.

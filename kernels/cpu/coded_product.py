@@ -1,6 +1,6 @@
 """Weights as quantized checkpoints store them: codes of 4 or 8 bits with a scale for each group of inputs.
 
-A weight is the value of its code, less the zero point of its group, times the scale of its group. Both
+A weight is the value of its code minus the zero point of its group, times the scale of its group. Both
 operations round to float32, as dequantizing does. Products then run over the inputs in the order of float32
 weights, so the results have the bits of the dequantized weight in float32.
 

@@ -45,7 +45,7 @@ def connected(address: str) -> Iterator[str]:
             f"no Ray cluster at {address}, of which this machine is a node ({_first_line(error)}): start it "
             "with `ray start --head`, join it with `ray start --address=HOST:PORT`, or give --ray local"
         ) from error
-    # Ray has put its own in their place, which end the process at once.
+    # Ray has replaced them by its own, which end the process immediately.
     for number, handler in handlers.items():
         signal.signal(number, handler)
     try:

@@ -27,7 +27,7 @@ class WorkerActor:
 
     def __init__(self, config: WorkerConfig) -> None:
         # Where Ray's daemon of a node ends, Ray's own check comes up to 1 s late, and kills the worker. This
-        # signal ends only the actor, at once; the worker notices and drains, so that its answers move away.
+        # signal ends only the actor; the worker notices and drains, so that its answers move away.
         end_with_parent(signal.SIGKILL)
         config = replace(config, host=node_address())
         assert config.worker_id is not None

@@ -153,7 +153,7 @@ class WorkerHealth:
             self._pulse.hear()
 
     def failed(self) -> bool:
-        """Its connection broke, it refused a call, or it vanished; return whether this sets it aside."""
+        """Record that it broke off, refused a call or vanished; return whether this sets it aside."""
         was_set_aside, self._is_set_aside = self._is_set_aside, True
         self._failed_until = self._clock() + PENALTY_SECONDS
         return not was_set_aside
@@ -161,52 +161,52 @@ class WorkerHealth:
     # --- probes -------------------------------------------------------------------------------------------
 
     def answered(self, begin: float) -> None:
-        """A process at its address answered a probe that began at a reading of the clock."""
+        """Record that a process at its address answered a probe, and when the probe began."""
         self._num_unanswered = 0
         self._answered_at = max(self._answered_at, begin)
 
     def returned(self) -> bool:
-        """The worker itself answered a probe; return whether it was set aside until now."""
+        """Record that the worker itself answered a probe; return whether it was set aside until now."""
         was_set_aside, self._is_set_aside = self._is_set_aside, False
         if was_set_aside:
             self._pulse.hear()
         return was_set_aside
 
     def probe_missed(self, begin: float) -> None:
-        """It did not answer in time a probe that began at a reading of the clock."""
+        """Record that it did not answer a probe in time, and when the probe began."""
         if self._num_unanswered == 0:
             self._unanswered_since = begin
         self._num_unanswered += 1
 
     def lease_ended(self) -> None:
-        """Its lease is gone, and it will be asked whether it stays."""
+        """Record that its lease is gone, and that it will be asked whether it stays."""
         self._is_unleased = True
 
     def lease_checked(self) -> None:
-        """It was asked, whether it answered or not."""
+        """Record that it was asked, whether it answered or not."""
         self._is_unleased = False
 
     def proof_missing(self) -> None:
-        """A call failed before the worker had proved its identity."""
+        """Record that a call failed before the worker had proved its identity."""
         self._may_be_stranger = True
 
     def proved(self) -> None:
-        """It proved its identity in a probe."""
+        """Record that it proved its identity in a probe."""
         self._may_be_stranger = False
 
     def reconnected(self) -> None:
-        """Its connection was replaced, and no call over the new one has failed."""
+        """Record that its connection was replaced, and that no call over the new one has failed."""
         self._may_be_stranger = False
 
     # --- what it says about itself ------------------------------------------------------------------------
 
     def reported_stalled(self, is_stalled: bool) -> bool:
-        """It reports whether its engine makes no progress; return whether this is a change."""
+        """Record the report whether its engine makes no progress; return whether this is a change."""
         was_stalled, self._is_stalled = self._is_stalled, is_stalled
         return is_stalled != was_stalled
 
     def reported_draining(self, is_draining: bool) -> bool:
-        """It reports whether it drains; return whether this is a change."""
+        """Record the report whether it drains; return whether this is a change."""
         was_draining, self._is_draining = self._is_draining, is_draining
         return is_draining != was_draining
 
@@ -217,7 +217,7 @@ class WorkerHealth:
         self._end(Presence.LEFT)
 
     def lost(self) -> None:
-        """It was silent for so long that it no longer belongs to them, and its calls are ended."""
+        """Record that it was silent for too long, so that it leaves the router and its calls end."""
         self._end(Presence.LOST)
 
     def _end(self, presence: Presence) -> None:
