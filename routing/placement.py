@@ -156,30 +156,26 @@ class PullOutcome(NamedTuple):
     has_failed: bool = False
 
 
+@dataclass(eq=False)
 class Planner:
     """Places requests, and learns rates and lengths from their outcomes.
 
-    Args:
+    Attributes:
         blocks: size of the workers' blocks.
         rng: source of the random choices that a policy makes.
     """
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        blocks: Blocks,
-        clock: Callable[[], float],
-        rng: Random,
-    ) -> None:
-        self.config = config
-        self._blocks = blocks
-        self._clock = clock
-        self._rng = rng
-        self._prefill_rates = Rates(PREFILL_TOKENS_PER_SECOND, clock)
-        self._pull_rates = Rates(PULL_BYTES_PER_SECOND, clock)
+    config: PolicyConfig
+    blocks: Blocks
+    clock: Callable[[], float]
+    rng: Random
+
+    def __post_init__(self) -> None:
+        self._prefill_rates = Rates(PREFILL_TOKENS_PER_SECOND, self.clock)
+        self._pull_rates = Rates(PULL_BYTES_PER_SECOND, self.clock)
         self._handoff_seconds = HANDOFF_SECONDS
         self._answer_tokens = ANSWER_TOKENS
-        self._history = PrefixHistory(clock)
+        self._history = PrefixHistory(self.clock)
         self._busy_until: dict[str, float] = {}
         self._present: set[str] = set()
         """Workers that prompts were placed among, and that have not left."""
@@ -198,7 +194,7 @@ class Planner:
         """
         # Prompts shorter than a block share no prefix. If they all had the same key, one worker would win
         # every tie.
-        key = policy.affinity_key(prompt.block_hashes) or self._rng.randbytes(8)
+        key = policy.affinity_key(prompt.block_hashes) or self.rng.randbytes(8)
         rule = self.config.policy
         self._present.update(worker.worker_id for worker in (*prefill, *decode))
         revisions = self._without_jams(prefill, decode)
@@ -209,7 +205,7 @@ class Planner:
             [self._candidate(worker, prompt) for worker in decode if worker.revision in revisions],
             resident_tokens,
             key,
-            self._rng,
+            self.rng,
         )
         if choice is None:
             return None
@@ -221,7 +217,7 @@ class Planner:
         remote = None
         if not prompt.must_be_local:
             estimates = [self._estimate(self._candidate(worker, prompt), prompt, peers) for worker in prefill]
-            remote = policy.choose_prefill(rule, estimates, key, self._rng)
+            remote = policy.choose_prefill(rule, estimates, key, self.rng)
         if remote is not None and policy.is_local_sooner(
             local,
             remote[0],
@@ -238,7 +234,7 @@ class Planner:
         self._note(estimate.candidate, prompt)
         self.work.add(estimate.compute_seconds, is_local=remote is None)
         return Placement(
-            decoder, decode_reason, prefill_reason, estimate, prompt, self._clock(), resident_tokens
+            decoder, decode_reason, prefill_reason, estimate, prompt, self.clock(), resident_tokens
         )
 
     def _without_jams(
@@ -290,7 +286,7 @@ class Planner:
         for candidate in (placement.estimate.candidate, placement.decode):
             if candidate.worker_id in self._present:
                 self._note(candidate, placement.prompt)
-        worker_id, now = placement.computing, self._clock()
+        worker_id, now = placement.computing, self.clock()
         if worker_id not in self._present:
             return
         # Workers serve prompts in order of arrival, so this worker was busy with earlier prompts until the
@@ -310,19 +306,19 @@ class Planner:
         self._present.discard(worker_id)
 
     def _note(self, candidate: CandidateWorker, prompt: PlannedPrompt) -> None:
-        max_blocks = candidate.capacity_tokens // self._blocks.tokens
+        max_blocks = candidate.capacity_tokens // self.blocks.tokens
         self._history.note(candidate.worker_id, prompt.block_hashes, max_blocks)
 
     def _pulled(self, peer: Peer, pull: PullOutcome) -> None:
         if pull.has_failed:
-            num_bytes, seconds = peer.num_blocks * self._blocks.bytes, pull.seconds + FAILED_PULL_SECONDS
+            num_bytes, seconds = peer.num_blocks * self.blocks.bytes, pull.seconds + FAILED_PULL_SECONDS
             self._pull_rates.add(peer.worker_id, num_bytes, seconds, is_usual=False)
         elif pull.num_bytes:
             seconds = max(pull.seconds - pulls.PULL_ROUND_TRIP_SECONDS, pull.seconds / 10)
             self._pull_rates.add(peer.worker_id, pull.num_bytes, seconds)
 
     def _estimate(self, candidate: CandidateWorker, prompt: PlannedPrompt, peers: Sequence[Peer]) -> Estimate:
-        return policy.estimate(candidate, prompt.num_tokens, peers, self._blocks, self.config.pulls)
+        return policy.estimate(candidate, prompt.num_tokens, peers, self.blocks, self.config.pulls)
 
     def _candidate(self, worker: CandidateWorker, prompt: PlannedPrompt) -> CandidateWorker:
         return worker._replace(
@@ -334,7 +330,7 @@ class Planner:
         """Return how many prompt tokens a worker probably has cached, by the index and by recent requests."""
         cached = prompt.cached_by_worker
         max_age = float("inf") if cached is None else IN_FLIGHT_SECONDS
-        sent = self._history.num_cached(worker_id, prompt.block_hashes, max_age) * self._blocks.tokens
+        sent = self._history.num_cached(worker_id, prompt.block_hashes, max_age) * self.blocks.tokens
         return sent if cached is None else max(sent, cached.get(worker_id, 0))
 
     def _peers(self, prompt: PlannedPrompt, workers: Mapping[str, CandidateWorker]) -> list[Peer]:
@@ -347,7 +343,7 @@ class Planner:
             [
                 Peer(
                     name,
-                    min(num_tokens, prompt.num_tokens) // self._blocks.tokens,
+                    min(num_tokens, prompt.num_tokens) // self.blocks.tokens,
                     self._pull_rates.get(name),
                 )
                 for name, num_tokens in cached.items()

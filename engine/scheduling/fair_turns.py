@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues
@@ -47,10 +48,11 @@ SHORT_STEP = 4
 """A client that is ahead of another one gets a step's tokens divided by this at most."""
 
 
+@dataclass(eq=False)
 class FairTurns:
     """Divides steps.
 
-    Args:
+    Attributes:
         queues: the groups.
         fair_blocks: determines their order.
         tables: the ledger of their blocks, which knows what is cached.
@@ -58,22 +60,16 @@ class FairTurns:
         max_num_batched_tokens: most tokens in a step.
     """
 
-    def __init__(
-        self,
-        queues: GroupQueues,
-        fair_blocks: FairBlocks,
-        tables: BlockTables,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-    ) -> None:
-        self._queues = queues
-        self._fair_blocks = fair_blocks
-        self._tables = tables
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self.num_short_tokens = max(1, max_num_batched_tokens // SHORT_STEP)
+    queues: GroupQueues
+    fair_blocks: FairBlocks
+    tables: BlockTables
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __post_init__(self) -> None:
+        self.num_short_tokens = max(1, self.max_num_batched_tokens // SHORT_STEP)
         """Most tokens of prompts in a step for clients that are ahead of others."""
-        self._served = ServedTokens[str](CREDIT_STEPS * max_num_batched_tokens)
+        self._served = ServedTokens[str](CREDIT_STEPS * self.max_num_batched_tokens)
         self._num_divided = 0
 
     def divide_sequences(self, *, with_waiting: bool = True) -> Turns | None:
@@ -81,16 +77,16 @@ class FairTurns:
 
         None means that all running groups fit, and that no waiting group may start in this way.
         """
-        running = self._queues.running
+        running = self.queues.running
         num_slots = sum([group.num_slots for group in running])
-        starting = self._entitled(num_slots) if with_waiting and self._queues.waiting else []
-        if num_slots <= self._max_num_seqs and not starting:
+        starting = self._entitled(num_slots) if with_waiting and self.queues.waiting else []
+        if num_slots <= self.max_num_seqs and not starting:
             return None
         self._num_divided += 1
         for group in starting:
             group.turn = group.turn or self._num_divided
         ordered = sorted((*running, *starting), key=lambda group: (group.turn, group.arrival))
-        turns = divided(ordered, self._max_num_seqs)
+        turns = divided(ordered, self.max_num_seqs)
         for group, num_sequences in turns.items():
             if num_sequences:
                 group.turn = self._num_divided
@@ -101,8 +97,8 @@ class FairTurns:
 
         Only tokens of prompts are limited: each running sequence may decode.
         """
-        served, size = self._served, self._max_num_batched_tokens
-        clients = self._queues.clients
+        served, size = self._served, self.max_num_batched_tokens
+        clients = self.queues.clients
         for client in clients:
             served.join(client)
         if len(clients) < 2 and served.lowest(but=clients) is None:
@@ -128,14 +124,14 @@ class FairTurns:
         decoding: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
         weights: dict[str, int] = {}
-        for group in self._queues.running:
+        for group in self.queues.running:
             num_decoding = min(group.num_uncomputed_tokens, len(group.sequences))
             decoding[group.client] += num_decoding
             prompts[group.client] += group.num_uncomputed_tokens - num_decoding
             weights[group.client] = group.weight
-        backlogs = prompts + self._queues.num_waiting_tokens
+        backlogs = prompts + self.queues.num_waiting_tokens
         seen: set[str] = set()
-        for group in self._fair_blocks.in_order(self._queues.waiting):
+        for group in self.fair_blocks.in_order(self.queues.waiting):
             client = group.client
             if group.is_loading or client in seen:
                 continue
@@ -145,7 +141,7 @@ class FairTurns:
                 prompts[client] += num_tokens
                 backlogs[client] += num_tokens - group.num_uncomputed_tokens
                 weights[client] = group.weight
-            if len(seen) == len(self._queues.clients):
+            if len(seen) == len(self.queues.clients):
                 break
         return decoding, prompts, backlogs, weights
 
@@ -161,17 +157,17 @@ class FairTurns:
 
     def _entitled(self, num_slots: int) -> list[SequenceGroup]:
         """Return the waiting groups for which there is no room, but which may start nevertheless."""
-        running, num_clients = self._queues.running, len(self._queues.clients)
-        if num_clients < 2 and num_slots >= self._max_num_seqs and all(g.num_slots == 1 for g in running):
+        running, num_clients = self.queues.running, len(self.queues.clients)
+        if num_clients < 2 and num_slots >= self.max_num_seqs and all(g.num_slots == 1 for g in running):
             return []
         entitled: list[SequenceGroup] = []
         most: dict[str, int] = {}  # sequences that a group may have to pass older ones of its client
-        for group in self._fair_blocks.in_order(self._queues.waiting):
+        for group in self.fair_blocks.in_order(self.queues.waiting):
             if group.is_loading or group.num_slots > most.get(group.client, group.num_slots):
                 continue
-            if num_slots + group.num_slots <= self._max_num_seqs and not entitled and not most:
+            if num_slots + group.num_slots <= self.max_num_seqs and not entitled and not most:
                 return []  # it fits, and the next ones may fit too
-            if may_start(group, (*running, *entitled), self._max_num_seqs):
+            if may_start(group, (*running, *entitled), self.max_num_seqs):
                 entitled.append(group)
                 continue
             older = (g for g in running if g.client == group.client and g.arrival < group.arrival)
@@ -185,7 +181,7 @@ class FairTurns:
         prompt = group.sequences[0]
         if group.holds_blocks or group.swapped is not None:
             return group.num_uncomputed_tokens
-        return prompt.num_tokens - self._tables.num_cached_tokens(prompt, prompt.num_tokens - 1)
+        return prompt.num_tokens - self.tables.num_cached_tokens(prompt, prompt.num_tokens - 1)
 
 
 def may_start(group: SequenceGroup, running: Sequence[SequenceGroup], capacity: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.tokenization.answers.arguments import (
@@ -35,24 +36,20 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """For each tool, the JSON schema of its parameters."""
 
 
+@dataclass(eq=False)
 class CallReader:
     """Reads calls at a cursor; its readers raise BrokenError where the text is no call."""
 
-    def __init__(
-        self,
-        calls: CallFormat,
-        cursor: Cursor,
-        writer: PieceWriter,
-        schemas: Schemas,
-        streams_arguments: bool,
-    ) -> None:
+    calls: CallFormat
+    cursor: Cursor
+    writer: PieceWriter
+    schemas: Schemas
+    streams_arguments: bool
+
+    def __post_init__(self) -> None:
+        calls, cursor = self.calls, self.cursor
         self.is_open = False
         """Whether a part of the last call is written, and more of it or what closes it would follow."""
-        self._format = calls
-        self._cursor = cursor
-        self._writer = writer
-        self._schemas = schemas
-        self._streams = streams_arguments
         section, opened = cursor.words(calls.section_open), cursor.words(calls.open)
         self.markers = {words[0] for words in (section, opened) if words}
         """The words that can begin a section."""
@@ -66,12 +63,12 @@ class CallReader:
 
     def called_name(self, recipient: str) -> str | None:
         """Return the name of the tool that a harmony message is for, or None if it is for none."""
-        name = recipient.removeprefix(self._format.name_prefix)
-        return name if name != recipient or name in self._schemas else None
+        name = recipient.removeprefix(self.calls.name_prefix)
+        return name if name != recipient or name in self.schemas else None
 
     def read_section(self) -> Reading[None]:
         """Read a section, or a single call."""
-        calls, cursor = self._format, self._cursor
+        calls, cursor = self.calls, self.cursor
         section = cursor.words(calls.section_open)
         if not (yield from cursor.skip(section)) and calls.may_begin_answer:
             yield from cursor.expect(section[1:])
@@ -85,12 +82,12 @@ class CallReader:
                     yield from self._read_call()
         for word in cursor.words(calls.section_close):
             yield from cursor.skip((word,))
-        self._writer.write_delimiter(Kind.CALL)
+        self.writer.write_delimiter(Kind.CALL)
 
     def read_arguments(self, name: str, call_id: str = "") -> Reading[None]:
         """Read the arguments of a call, and what closes it."""
         self._begin(name, call_id)
-        match self._format.syntax:
+        match self.calls.syntax:
             case CallSyntax.PARAMETERS:
                 yield from self._read_parameters()
             case CallSyntax.KEY_VALUES:
@@ -100,7 +97,7 @@ class CallReader:
         yield from self._end()
 
     def _read_call(self) -> Reading[None]:
-        calls, cursor = self._format, self._cursor
+        calls, cursor = self.calls, self.cursor
         self.is_open = False
         if calls.syntax is CallSyntax.JSON_CALL:
             yield from self._read_json_call()
@@ -117,37 +114,37 @@ class CallReader:
 
     def _begin(self, name: str, call_id: str = "") -> None:
         """Begin a call, which goes out whole or in parts."""
-        if not name or (self._format.may_begin_answer and name not in self._schemas):
+        if not name or (self.calls.may_begin_answer and name not in self.schemas):
             raise BrokenError
         self._name, self._call_id, self._arguments = name, call_id, ""
-        if self._streams:
+        if self.streams_arguments:
             self.is_open = True
-            self._writer.write_call("", name, call_id)
+            self.writer.write_call("", name, call_id)
 
     def _add(self, arguments: str) -> None:
-        if self._streams:
-            self._writer.write_call(without_marks(arguments))
+        if self.streams_arguments:
+            self.writer.write_call(without_marks(arguments))
         else:
             self._arguments += without_marks(arguments)
 
     def _end(self) -> Reading[None]:
         """End a call whose arguments are complete; what closes it may be absent."""
-        if not self._streams:
+        if not self.streams_arguments:
             arguments = json_object(self._arguments)
             if arguments is None:
                 raise BrokenError
-            self._writer.write_call(arguments, self._name, self._call_id)
+            self.writer.write_call(arguments, self._name, self._call_id)
             self.is_open = True
-        for word in self._cursor.words(self._format.close):
-            yield from self._cursor.skip((word,))
-        self._writer.write_delimiter(Kind.CALL)
+        for word in self.cursor.words(self.calls.close):
+            yield from self.cursor.skip((word,))
+        self.writer.write_delimiter(Kind.CALL)
 
     def _read_json(self) -> Reading[None]:
         """Read the JSON object of the arguments, whose parts go out at once if arguments are streamed."""
-        cursor = self._cursor
+        cursor = self.cursor
         yield from cursor.expect(("{",))
         cursor.at -= 1
-        if not self._streams:
+        if not self.streams_arguments:
             self._add((yield from cursor.read_brackets()))
             return
         self._add("")
@@ -155,15 +152,15 @@ class CallReader:
 
     def _read_json_call(self) -> Reading[None]:
         """Read the rest of an object that has name and arguments, in any order."""
-        cursor = self._cursor
+        cursor = self.cursor
         name, arguments = "", "{}"
         while not (yield from cursor.skip(("}",))):
             key = (yield from cursor.read_brackets()).strip('"')
-            if key not in _CALL_KEYS and self._format.may_begin_answer:
+            if key not in _CALL_KEYS and self.calls.may_begin_answer:
                 raise BrokenError
             yield from cursor.expect((":",))
             is_arguments = key in _ARGUMENT_KEYS
-            if is_arguments and name and self._streams and (yield from cursor.is_next("{")):
+            if is_arguments and name and self.streams_arguments and (yield from cursor.is_next("{")):
                 self._begin(name)
                 yield from self._read_json()
             else:
@@ -177,14 +174,14 @@ class CallReader:
         yield from self._end()
 
     def _read_parameters(self) -> Reading[None]:
-        calls, cursor = self._format, self._cursor
+        calls, cursor = self.calls, self.cursor
         before = "{"
         while (yield from cursor.skip(cursor.words(calls.parameter_open))):
             key = (yield from cursor.read(_KEY)).rstrip()
             is_json = yield from cursor.skip(cursor.words(calls.json_key_end))
             if not is_json or not calls.json_key_end:
                 yield from cursor.expect(cursor.words(calls.key_end))
-            types = parameter_types(self._schemas.get(self._name, {}), key)
+            types = parameter_types(self.schemas.get(self._name, {}), key)
             if calls.json_key_end:
                 types = set() if is_json else {"string"}
             value = yield from self._read_value()
@@ -199,7 +196,7 @@ class CallReader:
 
         Values have no escapes: what closes them only counts if another parameter or the call's end follows.
         """
-        calls, cursor = self._format, self._cursor
+        calls, cursor = self.calls, self.cursor
         closing, *others = cursor.words(calls.value_end)
         start = end = cursor.at
         is_closed = False
@@ -214,7 +211,7 @@ class CallReader:
         return value.removesuffix("\n") if calls.value_end.startswith("\n") else value
 
     def _read_key_values(self) -> Reading[None]:
-        calls, cursor = self._format, self._cursor
+        calls, cursor = self.calls, self.cursor
         (delimiter,), (closing, *_) = map(cursor.words, (calls.string_delimiter, calls.close))
         yield from cursor.expect(("{",))
         start, depth, parts = cursor.at - 1, 1, []
@@ -237,15 +234,15 @@ class CallReader:
 
     def _read_python(self) -> Reading[None]:
         """Read a list of calls after its bracket."""
-        cursor = self._cursor
+        cursor = self.cursor
         start = cursor.at - 1
         name = yield from cursor.read(_NAME)
-        if name not in self._schemas:
+        if name not in self.schemas:
             raise BrokenError
         cursor.at = start
         text = yield from cursor.read_brackets(_PYTHON_PLAIN, "\"'")
         calls = python_calls(without_marks(text))
-        if not calls or not all(name in self._schemas for name, _ in calls):
+        if not calls or not all(name in self.schemas for name, _ in calls):
             raise BrokenError
         for name, arguments in calls:
             self._begin(name)

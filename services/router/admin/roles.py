@@ -68,27 +68,22 @@ class LastChange:
     at: float
 
 
+@dataclass(eq=False)
 class Roles:
     """Changes the roles of a router's workers.
 
-    Args:
+    Attributes:
         token_times: the number of output tokens so far, and the time that they took.
         controller: decides on changes; None: only an operator decides.
     """
 
-    def __init__(
-        self,
-        workers: WorkerSet,
-        metrics: RoleMetrics,
-        token_times: TokenTimes,
-        controller: ElasticRoles | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._workers = workers
-        self._metrics = metrics
-        self._token_times = token_times
-        self._controller = controller
-        self._clock = clock
+    workers: WorkerSet
+    metrics: RoleMetrics
+    token_times: TokenTimes
+    controller: ElasticRoles | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._last: LastChange | None = None
         self._changing = asyncio.Lock()
         """Allows one change at a time: two concurrent changes could remove the last decode worker."""
@@ -108,7 +103,7 @@ class Roles:
         async with self._changing:
             if worker.role == role:
                 return
-            others = [w for w in self._workers.serving("decode") if w is not worker]
+            others = [w for w in self.workers.serving("decode") if w is not worker]
             if role == "prefill" and not any(w.revision == worker.revision for w in others):
                 raise FailedPrecondition(
                     f"no decode worker that takes requests would be left without {worker.worker_id}",
@@ -116,8 +111,8 @@ class Roles:
                 )
             request = worker_pb2.SetRoleRequest(role=role, min_seconds_in_role=min_seconds_in_role)
             await _tell(worker, request)
-            self._workers.set_role(worker, role)
-            self._metrics.changes.labels(role, cause).inc()
+            self.workers.set_role(worker, role)
+            self.metrics.changes.labels(role, cause).inc()
 
     async def decide_forever(self, cluster: asyncio.Future[Cluster]) -> None:
         """Let the controller change roles once the model is known, until cancelled."""
@@ -131,14 +126,14 @@ class Roles:
 
     async def decide(self, planner: Planner) -> None:
         """Make the changes that the controller requests now."""
-        if self._controller is None:
+        if self.controller is None:
             return
-        workers = {worker.worker_id: worker for role in ROLES for worker in self._workers.serving(role)}
+        workers = {worker.worker_id: worker for role in ROLES for worker in self.workers.serving(role)}
         if len({worker.revision for worker in workers.values()}) > 1:
             return  # During an update, a change could leave a revision without workers of one role.
         states = [_state(worker, planner) for worker in workers.values()]
-        changes = self._controller.decide(states, self._totals(planner))
-        self._metrics.show(self._controller.pressure)
+        changes = self.controller.decide(states, self._totals(planner))
+        self.metrics.show(self.controller.pressure)
         for change in changes:
             await self._make(change, workers[change.worker_id])
 
@@ -149,7 +144,7 @@ class Roles:
         except ServiceError as error:
             _log.warning("role_change_failed", worker=change.worker_id, role=change.role, error=error.message)
             return
-        self._last = LastChange(change, self._clock())
+        self._last = LastChange(change, self.clock())
         _log.info(
             "role_changed",
             worker=change.worker_id,
@@ -160,18 +155,18 @@ class Roles:
 
     def status(self) -> str:
         """Return the pressure and the last change in words; empty if only operators change roles."""
-        if self._controller is None:
+        if self.controller is None:
             return ""
-        pressure = self._controller.pressure
+        pressure = self.controller.pressure
         shares = f"TTFT {pressure.ttft:.0%}, TPOT {pressure.tpot:.0%}, blocks {pressure.room:.0%}"
         if self._last is None:
             return f"{shares} of the targets; no change yet"
-        change, age = self._last.change, self._clock() - self._last.at
+        change, age = self._last.change, self.clock() - self._last.at
         made = f"{change.worker_id} became {change.role} {age:.0f} s ago ({change.cause}: {change.details})"
         return f"{shares} of the targets; {made}"
 
     def _totals(self, planner: Planner) -> Totals:
-        work, times = planner.work, self._token_times
+        work, times = planner.work, self.token_times
         return Totals(
             work.num_prompts, work.remote_seconds, work.local_seconds, times.num_tokens, times.seconds
         )

@@ -26,11 +26,11 @@ class EmbeddingChoice(WorkerChoice):
     """Chooses the only worker of an attempt: a prefill worker if there is one, or else a decode worker."""
 
     async def _wait(self, group: AnswerGroup) -> None:
-        if not self._cluster.workers.serving("prefill"):
+        if not self.cluster.workers.serving("prefill"):
             await super()._wait(group)
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
-        if self._cluster.model.embedding.pooling == Pooling.LAST:
+        if self.cluster.model.embedding.pooling == Pooling.LAST:
             return await super()._look_up(group)
         # The other kinds read the states of cached tokens too, so these are computed again.
         return PlannedPrompt(len(group.token_ids), (), {})

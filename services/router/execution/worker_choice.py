@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 
 from quire.kvindex.block_hash import CacheScope
@@ -26,6 +27,7 @@ LATE_FACTOR = 2.0
 _log = get_logger("router")
 
 
+@dataclass(eq=False)
 class WorkerChoice:
     """Chooses by the workers' cached blocks and load, and prefers workers that have not failed.
 
@@ -42,23 +44,15 @@ class WorkerChoice:
         descriptor: that of the latest attempt's workers. An answer that has begun keeps its weights.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        scope: CacheScope,
-        account: RequestAccount,
-        arrival: float,
-        remaining_seconds: Callable[[], float],
-        weight: int = 1,
-        descriptor: bytes = b"",
-    ) -> None:
-        self._cluster = cluster
-        self._scope = scope
-        self._account = account
-        self._arrival = arrival
-        self._remaining_seconds = remaining_seconds
-        self._weight = weight
-        self.descriptor = descriptor
+    cluster: Cluster
+    scope: CacheScope
+    account: RequestAccount
+    arrival: float
+    remaining_seconds: Callable[[], float]
+    weight: int = 1
+    descriptor: bytes = b""
+
+    def __post_init__(self) -> None:
         self._failed: set[str] = set()
 
     def record_failure(self, worker: Worker) -> None:
@@ -77,7 +71,7 @@ class WorkerChoice:
             DeadlineExceeded: the deadline has passed.
             FailedPrecondition: no decode worker has the adapter.
         """
-        cluster = self._cluster
+        cluster = self.cluster
         while True:
             await self._wait(group)
             if group.deaths:
@@ -90,27 +84,27 @@ class WorkerChoice:
 
     async def _wait(self, group: AnswerGroup) -> None:
         """Wait until a decode worker accepts requests."""
-        cluster = self._cluster
+        cluster = self.cluster
         try:
-            work = Work(self._scope.tenant, len(group.token_ids), self._weight, self._begun_by(group))
-            await cluster.queue.turn(self._arrival, self._remaining_seconds(), work)
+            work = Work(self.scope.tenant, len(group.token_ids), self.weight, self._begun_by(group))
+            await cluster.queue.turn(self.arrival, self.remaining_seconds(), work)
         except TimeoutError:
-            self._remaining_seconds()
-            metadata = {"tokens_emitted": str(self._account.usage.completion_tokens)}
+            self.remaining_seconds()
+            metadata = {"tokens_emitted": str(self.account.usage.completion_tokens)}
             raise no_decode_worker(cluster.workers, metadata) from None
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
         workers = [worker for role in ROLES for worker in self._serving(role, group)]
         descriptors = dict.fromkeys(worker.info.cache_descriptor for worker in workers) or [self.descriptor]
-        return await self._cluster.prefixes.look_up(group.token_ids, self._scope, descriptors)
+        return await self.cluster.prefixes.look_up(group.token_ids, self.scope, descriptors)
 
     async def _place(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement | None:
         """Return the workers that the planner chooses, or None if no decode worker accepts requests."""
-        cluster = self._cluster
+        cluster = self.cluster
         start = cluster.clock()
         self._check_adapter(group)
         only = next_worker
-        if only is not None and not (only.worker.can_serve and can_adapt(only.worker, self._scope.adapter)):
+        if only is not None and not (only.worker.can_serve and can_adapt(only.worker, self.scope.adapter)):
             only = None
         if only is None:
             prompt = await self._look_up(group)
@@ -118,7 +112,7 @@ class WorkerChoice:
             cached = {only.worker.worker_id: only.num_cached_tokens}
             prompt = PlannedPrompt(len(group.token_ids), (), cached)
         looked_up = cluster.clock()
-        self._account.phases.record(Phase.LOOKUP, start, looked_up)
+        self.account.phases.record(Phase.LOOKUP, start, looked_up)
         if group.deaths:
             await cluster.suspects.turn(lambda: self._healthy_decode_workers(group))
         # With several answers P does not compute the prompt's last token, and its logprob would be lost.
@@ -128,7 +122,7 @@ class WorkerChoice:
             max_output_tokens=group.params.max_tokens - len(group.output_token_ids),
             num_answers=len(group.answers),
             # A request that has begun is tried until its deadline, because estimates are not exact.
-            max_seconds=inf if group.attempt else LATE_FACTOR * self._remaining_seconds(),
+            max_seconds=inf if group.attempt else LATE_FACTOR * self.remaining_seconds(),
         )
         try:
             placement = cluster.planner.place(
@@ -138,16 +132,16 @@ class WorkerChoice:
             )
         except TooLateError as error:
             cluster.metrics.rejections.labels("too_late").inc()
-            raise too_late(error.seconds, self._remaining_seconds()) from None
+            raise too_late(error.seconds, self.remaining_seconds()) from None
         if placement is None:
             return None
-        self._account.phases.record(Phase.CHOOSE, looked_up, cluster.clock())
+        self.account.phases.record(Phase.CHOOSE, looked_up, cluster.clock())
         return placement
 
     def _record(self, group: AnswerGroup, placement: Placement) -> None:
         """Count and log the chosen workers and the reasons for the choice."""
         decode, prefill, estimate = placement.decode, placement.prefill, placement.estimate
-        metrics = self._cluster.metrics
+        metrics = self.cluster.metrics
         metrics.decisions.labels("decode", placement.decode_reason).inc()
         metrics.decisions.labels("prefill", placement.prefill_reason or "none").inc()
         if not group.attempt:
@@ -178,13 +172,13 @@ class WorkerChoice:
         return [
             each
             for each in self._able(role, group)
-            if can_adapt(each, self._scope.adapter)
+            if can_adapt(each, self.scope.adapter)
             and (not group.deaths or each.health.answered_at >= group.died_at)
         ]
 
     def _begun_by(self, group: AnswerGroup) -> bytes:
         """Return the cache descriptor of the workers that began a group's answers; empty if none did."""
-        has_begun = self._account.usage.completion_tokens or any(each.token_ids for each in group.answers)
+        has_begun = self.account.usage.completion_tokens or any(each.token_ids for each in group.answers)
         return self.descriptor if has_begun else b""
 
     def _able(self, role: str, group: AnswerGroup) -> list[Worker]:
@@ -192,7 +186,7 @@ class WorkerChoice:
 
         If that has no decode worker, workers with the same weights, whose arithmetic is another, continue it.
         """
-        workers = self._cluster.workers
+        workers = self.cluster.workers
         if not (descriptor := self._begun_by(group)):
             return workers.serving(role)
         able = [each for each in workers.serving() if can_continue(each.info, descriptor)]
@@ -204,9 +198,9 @@ class WorkerChoice:
     def _check_adapter(self, group: AnswerGroup) -> None:
         """Raise FailedPrecondition if decode workers take requests, and none has the adapter of this one."""
         serving = self._able("decode", group)
-        if serving and not any(can_adapt(each, self._scope.adapter) for each in serving):
+        if serving and not any(can_adapt(each, self.scope.adapter) for each in serving):
             raise FailedPrecondition(
-                f"no decode worker has the adapter with the digest {self._scope.adapter} any more; "
+                f"no decode worker has the adapter with the digest {self.scope.adapter} any more; "
                 "load it again with `quire admin add-adapter`",
                 reason=ADAPTER_NOT_LOADED,
             )
@@ -217,12 +211,12 @@ class WorkerChoice:
 
     def _candidates(self, role: str, group: AnswerGroup, only: Worker | None = None) -> list[CandidateWorker]:
         """Return the workers of a role that accept requests, or only ``only`` if it is given."""
-        suspects, block_size = self._cluster.suspects, self._cluster.model.block_size
+        suspects, block_size = self.cluster.suspects, self.cluster.model.block_size
         return [
             CandidateWorker(
                 worker.worker_id,
                 capacity_tokens=max(1, worker.info.num_blocks) * block_size,
-                pending_tokens=worker.pending_before(self._scope.tenant, len(group.token_ids)),
+                pending_tokens=worker.pending_before(self.scope.tenant, len(group.token_ids)),
                 resident_tokens=worker.resident_tokens + worker.load_of_others.resident_tokens,
                 num_requests=worker.num_requests + worker.load_of_others.num_requests,
                 is_unhealthy=self._is_unhealthy(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -18,10 +19,11 @@ ASK_AGAIN_SECONDS = 0.2
 """Pause between two probes of a worker that is set aside."""
 
 
+@dataclass(eq=False)
 class Probing:
     """Probes workers, records their answers in their health, and ends the calls of those that are gone.
 
-    Args:
+    Attributes:
         trust: checks the proofs of the answers.
         silent_seconds: a worker that answers no probe for this long is gone.
         clock: returns the time in seconds.
@@ -29,20 +31,14 @@ class Probing:
         on_gone: called with each worker that is gone, and the reason.
     """
 
-    def __init__(
-        self,
-        trust: ClusterTrust,
-        silent_seconds: float,
-        clock: Callable[[], float],
-        on_answer: Callable[[Worker, Probe, str], None],
-        on_gone: Callable[[Worker, str], None],
-    ) -> None:
-        self._trust = trust
-        self._silent_seconds = silent_seconds
-        self.probe_seconds = min(PROBE_SECONDS, silent_seconds / 3)
-        self._clock = clock
-        self._on_answer = on_answer
-        self._on_gone = on_gone
+    trust: ClusterTrust
+    silent_seconds: float
+    clock: Callable[[], float]
+    on_answer: Callable[[Worker, Probe, str], None]
+    on_gone: Callable[[Worker, str], None]
+
+    def __post_init__(self) -> None:
+        self.probe_seconds = min(PROBE_SECONDS, self.silent_seconds / 3)
         self._until_answered: dict[Worker, asyncio.Task[None]] = {}
         """Probes of the workers that are set aside."""
         self._once: dict[Worker, asyncio.Task[None]] = {}
@@ -51,7 +47,7 @@ class Probing:
     async def meet(self, connection: WorkerConnection) -> Probe | None:
         """Probe a process that has not joined; return None if it does not answer or is about to end."""
         try:
-            probe = await probe_worker(connection, self._trust, self.probe_seconds)
+            probe = await probe_worker(connection, self.trust, self.probe_seconds)
         except (grpc.aio.AioRpcError, ChannelClosedError):
             return None
         return None if probe.is_stopping else probe
@@ -61,25 +57,25 @@ class Probing:
 
         A worker that answers no probe for ``silent_seconds`` leaves, and its calls end.
         """
-        begin, role, health = self._clock(), worker.role, worker.health
+        begin, role, health = self.clock(), worker.role, worker.health
         try:
-            probe = await probe_worker(worker.connection, self._trust, self.probe_seconds)
+            probe = await probe_worker(worker.connection, self.trust, self.probe_seconds)
         except StrangerError:
-            self._on_gone(worker, "stranger")
+            self.on_gone(worker, "stranger")
         except ChannelClosedError:
             pass
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._on_gone(worker, "no_answer")
+                self.on_gone(worker, "no_answer")
             else:
                 health.probe_missed(begin)
-                if health.has_missed_probes(self._silent_seconds):
+                if health.has_missed_probes(self.silent_seconds):
                     health.lost()
-                    self._on_gone(worker, "silent")
+                    self.on_gone(worker, "silent")
         else:
             if not health.is_gone:
                 health.answered(begin)
-                self._on_answer(worker, probe, role)
+                self.on_answer(worker, probe, role)
                 return probe
         return None
 
