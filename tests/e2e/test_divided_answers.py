@@ -98,23 +98,6 @@ def test_every_combination_is_right_or_refused(
     assert [getattr(chunks[-1].usage, name) for name in counted] == [getattr(usage, name) for name in counted]
 
 
-def test_openais_helpers_read_calls_and_objects(client: openai.OpenAI) -> None:
-    asked = options(thinks=True, max_tokens=200)
-    parsed = client.chat.completions.parse(**asked, response_format=City)
-    assert isinstance(parsed.choices[0].message.parsed, City)
-    with client.chat.completions.stream(**asked, tools=TOOLS, tool_choice="required") as stream:
-        [first, *_] = stream.get_final_completion().choices[0].message.tool_calls or []
-    whole = client.chat.completions.parse(**asked, tools=TOOLS, tool_choice="required")
-    assert whole.choices[0].message.tool_calls
-    assert first.model_dump(exclude={"index"}) == whole.choices[0].message.tool_calls[0].model_dump()
-    answered: Any = [
-        *MESSAGES,
-        whole.choices[0].message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": first.id, "content": "sunny"},
-    ]
-    assert client.chat.completions.create(**{**asked, "messages": answered}).choices[0].message.role
-
-
 def test_the_python_client_has_typed_pieces(thinking_stack: RunningStack) -> None:
     asked: Any = {
         "seed": 1,

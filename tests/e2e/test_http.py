@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,34 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.models.notes import held_out
 from quire.models.source import demo_model_path
-from quire.protos import worker_pb2 as pb
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import connect, openai_client, wait_until_idle
-
-NUM_FACTS = 20
+from tests.testing.stacks import openai_client
 
 
 @pytest.fixture
 def client(demo_stack: RunningStack) -> Iterator[openai.OpenAI]:
     with openai_client(demo_stack) as client:
         yield client
-
-
-async def test_http_and_grpc_answers_are_equal(demo_stack: RunningStack, client: openai.OpenAI) -> None:
-    async with connect(demo_stack) as (grpc_client, workers):
-        for example in held_out(8, NUM_FACTS):
-            messages: Any = example.messages
-            options: Any = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 24}
-            whole = client.chat.completions.create(**options)
-            chunks = list(client.chat.completions.create(**options, stream=True))
-            answer = await grpc_client.chat(messages, temperature=0.0, max_tokens=24)
-            assert whole.choices[0].message.content == answer.text == example.expected
-            assert "".join(c.choices[0].delta.content or "" for c in chunks) == answer.text
-            assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
-            assert answer.usage.cached_prompt_tokens > 0
-        await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -81,21 +61,3 @@ def test_echoed_tokens_are_where_the_text_has_them(client: openai.OpenAI, stream
     assert len(tokens) == len(offsets) == len(prompt) + 3
     for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
         assert text[begin:end] in (token, "")
-
-
-async def test_a_disconnect_frees_all_blocks(demo_stack: RunningStack) -> None:
-    url = f"http://{demo_stack.http_address}/v1"
-    options: Any = {"model": "demo", "prompt": [[5] * 40, [6] * 40], "max_tokens": 4000, "n": 2}
-    async with (
-        connect(demo_stack) as (_, workers),
-        openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
-    ):
-        stream = await client.completions.create(**options, stream=True, extra_body={"ignore_eos": True})
-        await anext(aiter(stream))
-        await stream.close()
-        asking = asyncio.create_task(client.completions.create(**options, extra_body={"ignore_eos": True}))
-        async with asyncio.timeout(20):
-            while not any([(await w.GetLoad(pb.GetLoadRequest())).used_blocks for w in workers.values()]):
-                await asyncio.sleep(0.01)
-        asking.cancel()
-        await wait_until_idle(workers)

@@ -152,14 +152,6 @@ async def test_what_is_refused(pair: Any, sent: pb.EmbedRequest, message: str) -
     assert not pair.calls("prefill")
 
 
-async def test_a_model_without_embeddings_is_refused(cluster: Any) -> None:
-    problem = "its folder has no modules.json of sentence-transformers"
-    await cluster.add("p1", "prefill", embedding=worker_pb2.EmbeddingModel(problem=problem))
-    stub = await cluster.start()
-    code, details = await failure(stub.Embed(request(INPUTS[0]), timeout=10))
-    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, f"model: makes no embeddings: {problem}")
-
-
 async def test_embeddings_too_large_for_a_message_are_refused(cluster: Any) -> None:
     await cluster.add("p1", "prefill", embedding=worker_pb2.EmbeddingModel(size=4096, pooling="mean"))
     stub = await cluster.start()

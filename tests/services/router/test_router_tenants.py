@@ -144,14 +144,6 @@ async def test_a_batch_answers_each_prompt_and_one_bad_one_spoils_nothing(
     assert outcomes[1].reason == "EMPTY_PROMPT"
 
 
-@pytest.mark.parametrize("size", [0, 257])
-async def test_a_batch_has_a_size(pair: Any, stub: Any, keys: Any, size: int) -> None:
-    async with client(pair, keys["acme"]) as connected:
-        with pytest.raises(Exception, match="generations: must hold from 1 to 256"):
-            async for _ in connected.batch(["hello"] * size):
-                pass
-
-
 async def test_leaving_a_batch_ends_all_of_it(pair: Any, stub: Any, keys: Any) -> None:
     for name in pair.workers:
         pair[name].pause_before_token = 1

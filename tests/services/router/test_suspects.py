@@ -15,11 +15,9 @@ from quire.protos import worker_pb2
 from quire.rpc.errors import (
     DRAINING,
     ENGINE_FAILED,
-    NO_TOKEN_LEFT,
     REQUEST_FAILED,
     SUSPECTED,
     Internal,
-    InvalidArgument,
     ServiceError,
     Unavailable,
 )
@@ -166,16 +164,6 @@ async def test_a_request_that_fails_by_itself_is_tried_once(five: Any, fault: Ca
     assert (code, reason) == (grpc.StatusCode.INTERNAL, REQUEST_FAILED)
     assert message == "request test failed: OverflowError: scripted"
     assert len(five.calls()) == 1
-
-
-async def test_a_workers_reason_reaches_the_client(five: Any, fault: Callable[..., Any]) -> None:
-    stub = await five.start()
-    for worker in five.workers.values():
-        error = InvalidArgument("stopping.min_tokens", "leaves no token", reason=NO_TOKEN_LEFT)
-        worker.fault = fault(1, error)
-    code, reason, message = await refusal(stub)
-    assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, NO_TOKEN_LEFT)
-    assert message == "stopping.min_tokens: leaves no token"
 
 
 def test_a_hang_is_a_death_only_as_long_as_it_lasts() -> None:

@@ -304,20 +304,6 @@ async def test_default_fields_of_clients_are_accepted(http: ClientSession, path:
     assert status == 200, body
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("keeps", "text"), [(False, "hello wor"), (True, "hello world, st")])
-async def test_a_stop_string_is_cut_off_or_kept(
-    http: ClientSession, stream: bool, keeps: bool, text: str
-) -> None:
-    body = {**PROMPT, "stop": ["ld, st"], "include_stop_str_in_output": keeps, "stream": stream}
-    async with http.post("/v1/completions", json=body) as response:
-        answer = await response.text()
-    events = [line.removeprefix("data: ") for line in answer.strip().split("\n\n")]
-    choices = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
-    assert "".join(choice["text"] for choice in choices) == text
-    assert choices[-1]["finish_reason"] == "stop"
-
-
 async def test_the_server_header_is_quire(http: ClientSession) -> None:
     for path in ("/health", "/none", "/v1/models"):
         assert (await http.get(path)).headers["Server"] == "quire"
@@ -372,14 +358,6 @@ async def test_more_answers_than_the_router_takes_are_a_bad_request(start: Any) 
     assert len(body["choices"]) == 4
 
 
-async def test_a_deadline_is_a_gateway_timeout(start: Any, pair: Any) -> None:
-    http = await start(request_timeout_seconds=0.2)
-    pair.change(pause_before_token=0)
-    for stream in (False, True):
-        status, body = await post(http, "/v1/completions", {**PROMPT, "stream": stream})
-        assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
-
-
 async def test_without_workers_it_lives_and_is_not_ready(cluster: Any) -> None:
     await cluster.start(http_port=0)
     async with ClientSession(f"http://{cluster.running.http.address}") as http:
@@ -389,12 +367,6 @@ async def test_without_workers_it_lives_and_is_not_ready(cluster: Any) -> None:
         assert await ready.json() == {"status": "not_ready", "reason": "no worker has joined yet"}
         status, body = await post(http, "/v1/completions", PROMPT)
         assert (status, body["error"]["code"]) == (503, "no_worker")
-
-
-async def test_it_is_ready_with_a_decode_worker(http: ClientSession) -> None:
-    async with asyncio.timeout(5):
-        while (await http.get("/ready")).status != 200:
-            await asyncio.sleep(0.005)
 
 
 async def test_metrics_count_the_answers(http: ClientSession) -> None:
@@ -479,21 +451,6 @@ async def test_prompts_of_one_request_do_not_refuse_each_other(
             "/v1/completions", json={**PROMPT, "prompt": ["say it"] * 8, "stream": True}
         ) as response:
             assert (await response.text()).count('"finish_reason":"stop"') == 8
-
-
-async def test_a_tenants_tokens_are_counted(pair: Any, tmp_path: Path) -> None:
-    keys, [key] = write_keys(tmp_path, Tenant("blue", tokens_per_minute=10))
-    await pair.start(api_keys_file=keys, http_port=0)
-    headers = {"Authorization": f"Bearer {key}"}
-    async with ClientSession(f"http://{pair.running.http.address}", headers=headers) as http:
-        status, body = await post(http, "/v1/completions", {**PROMPT, "prompt": [7]})
-        assert status == 200
-        async with http.post("/v1/completions", json={**PROMPT, "prompt": [7] * 9}) as response:
-            refused = await response.json()
-    assert (response.status, refused["error"]["code"]) == (429, "token_rate")
-    # A token comes in six seconds.
-    missing = body["usage"]["total_tokens"] + 9 - 10
-    assert int(response.headers["Retry-After-Ms"]) == pytest.approx(6000 * missing, abs=6000)
 
 
 async def test_a_clients_trace_is_continued(start: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from openai import AsyncOpenAI
 
@@ -166,20 +165,6 @@ async def test_prompts_of_a_list_are_numbered_in_order(client: AsyncOpenAI) -> N
     assert texts == [TEXT, TEXT]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_best_are_returned(client: AsyncOpenAI, pair: Any, stream: bool) -> None:
-    pair.script.logprobs = [-0.5, -0.2, -0.9, -0.3]
-    create: Any = client.completions.create
-    request = {"model": "tiny", "prompt": "say it", "n": 2, "best_of": 4, "max_tokens": 50, "logprobs": 0}
-    answer = await create(**request, stream=stream)
-    choices = [each.choices[0] async for each in answer] if stream else answer.choices
-    assert [(choice.index, choice.text) for choice in choices] == [(0, TEXT), (1, TEXT)]
-    logprobs = [set(choice.logprobs.token_logprobs) for choice in choices]
-    assert [[pytest.approx(each)] for each in (-0.2, -0.3)] == [list(each) for each in logprobs]
-    if not stream:
-        assert answer.usage.completion_tokens == 4 * len(pair.script.answer)
-
-
 async def test_the_salt_reaches_the_workers(client: AsyncOpenAI, pair: Any) -> None:
     salt = {"cache_salt": "mine"}
     await client.completions.create(model="tiny", prompt="say it", extra_body=salt)
@@ -205,12 +190,3 @@ async def test_a_disconnect_ends_the_request(client: AsyncOpenAI, pair: Any, str
         await used.aborted.wait()
         await until(lambda: not pair.metric("quire_router_requests_running"))
     assert pair.metric("quire_request_failure_total", grpc_code="CANCELLED") == 1
-
-
-async def test_a_sync_client(client: AsyncOpenAI) -> None:
-    def ask() -> list[str]:
-        with openai.OpenAI(base_url=client.base_url, api_key="none", max_retries=0) as sync:
-            stream = sync.completions.create(model="tiny", prompt="say it", max_tokens=50, stream=True)
-            return [chunk.choices[0].text for chunk in stream]
-
-    assert "".join(await asyncio.to_thread(ask)) == TEXT
