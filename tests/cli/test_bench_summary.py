@@ -41,7 +41,7 @@ RECORDS = [
 MODEL = ModelInfo("demo", 512, 256, (0, 7), 16, 1, 1)
 
 
-def test_throughput_counts_what_succeeded() -> None:
+def test_throughput_counts_requests_that_succeeded() -> None:
     summary = summarize(RECORDS, duration_seconds=2.0)
     assert (summary.num_requests, summary.num_succeeded) == (5, 2)
     assert summary.failures == {"DEADLINE_EXCEEDED": 1, "RESOURCE_EXHAUSTED": 2}

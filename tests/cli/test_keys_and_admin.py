@@ -173,7 +173,7 @@ def test_a_connection_without_the_requested_encryption_is_reported(
     assert f"{fake_generation.address} speaks no TLS" in result.stderr
 
 
-def test_an_adapter_comes_and_goes_by_name(quire: Quire, admin: FakeAdmin) -> None:
+def test_an_adapter_is_added_and_removed_by_name(quire: Quire, admin: FakeAdmin) -> None:
     assert "digest 0123" in quire("admin", "add-adapter", "sql", "folder").stdout
     assert quire("admin", "remove-adapter", "sql").exit_code == 0
     assert admin.requests == [

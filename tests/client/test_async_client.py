@@ -36,7 +36,9 @@ async def test_tokenize_detokenize_and_model_info(client: AsyncClient) -> None:
     assert (await client.model_info()).block_size == 16
 
 
-async def test_leaving_the_loop_cancels_the_request(client: AsyncClient, fake_generation: Any) -> None:
+async def test_breaking_out_of_the_loop_cancels_the_request(
+    client: AsyncClient, fake_generation: Any
+) -> None:
     fake_generation.hangs = True
     async with aclosing(client.stream("x")) as deltas:
         async for _ in deltas:

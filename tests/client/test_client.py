@@ -131,7 +131,7 @@ def test_stream_yields_each_step(client: Client) -> None:
     assert deltas[-1].usage.bytes_shipped == 65536
 
 
-def test_leaving_the_loop_cancels_the_request(client: Client, fake_generation: Any) -> None:
+def test_breaking_out_of_the_loop_cancels_the_request(client: Client, fake_generation: Any) -> None:
     fake_generation.hangs = True
     for _ in client.stream("x"):
         break

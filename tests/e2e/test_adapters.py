@@ -176,7 +176,7 @@ async def test_blocks_on_disk_come_back_only_with_their_own_adapter(
             assert metric(stack, "prefill-0", "quire_cache_tier_hits_total", tier="disk") > 0
 
 
-async def test_adapters_come_change_and_go_while_requests_run(
+async def test_adapters_are_added_replaced_and_removed_while_requests_run(
     start_stack: StartStack, adapters: Adapters
 ) -> None:
     prompt = make_prompt(60, seed=10)

@@ -283,7 +283,7 @@ CLOSED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(("options", "num_sequences"), CLOSED.values(), ids=CLOSED)
-async def test_a_client_that_closes_early_pays_for_what_was_generated(
+async def test_a_client_that_closes_early_is_charged_the_generated_tokens(
     meter: Meter, options: dict[str, Any], num_sequences: int
 ) -> None:
     await meter.begin()

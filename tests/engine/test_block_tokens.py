@@ -58,7 +58,7 @@ def test_remembered_tokens_are_bounded() -> None:
     assert known.find(b"root", [0, 2]) is None
 
 
-def test_the_contents_of_blocks_are_told_each_time_they_are_used() -> None:
+def test_the_tokens_of_blocks_are_reported_at_each_use() -> None:
     pool = BlockPool(2)
     told: list[tuple[bytes, BlockContent]] = []
     known = BlockTokens(pool, told.extend)
@@ -68,7 +68,7 @@ def test_the_contents_of_blocks_are_told_each_time_they_are_used() -> None:
     assert told == [(b"root\x01\x02\x03\x04", (b"root", array("I", [1, 2, 3, 4]), True))] * 2
 
 
-def test_a_block_that_the_pool_lacks_is_not_told() -> None:
+def test_a_block_that_the_pool_lacks_is_not_reported() -> None:
     pool = BlockPool(2)
     told: list[tuple[bytes, BlockContent]] = []
     known = BlockTokens(pool, told.extend)

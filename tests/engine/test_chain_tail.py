@@ -99,7 +99,7 @@ def test_only_blocks_of_no_further_use_are_forgotten(
 
 
 @pytest.mark.parametrize("has_host", [False, True])
-def test_an_ended_chain_leaves_its_beginning_and_what_branches_off(has_host: bool) -> None:
+def test_an_ended_chain_keeps_its_beginning_and_its_branches(has_host: bool) -> None:
     worker = Worker(has_host)
     for word in ("aaaaa", "aab"):
         worker.pool.free(worker.compute(word))

@@ -260,7 +260,7 @@ TABLE[3] = 2
         ({"pre": "other"}, "divides text by tokenizer.ggml.pre = other"),
     ],
 )
-def test_what_quire_does_not_read_is_refused(
+def test_unsupported_gguf_files_are_refused(
     options: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
     path = write_gguf(llama, tmp_path / "model.gguf", **options)

@@ -83,7 +83,7 @@ def test_draft_tokens_change_nothing(load: Load, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
-def test_blocks_of_8_bits_come_close(stored: str, load: Load) -> None:
+def test_blocks_of_8_bits_give_close_logprobs(stored: str, load: Load) -> None:
     model = load("deepseek_v3")
     prompt = make_prompt(60)
 

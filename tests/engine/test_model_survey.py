@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", MOST_USED)
-def test_the_page_says_what_the_survey_finds(architecture: str) -> None:
+def test_the_page_lists_the_results_of_the_survey(architecture: str) -> None:
     result = served(architecture)
     assert result.status in (Status.SERVED, Status.REFUSED), result.reason
     parts = PAGE.read_text("utf-8").split("\n### ")

@@ -79,7 +79,7 @@ def test_positions_before_the_first_one_are_not_counted(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_would_give_other_tokens_is_refused(
+def test_models_that_would_give_other_tokens_are_refused(
     architecture: str, values: dict[str, Any], dtype: str, reason: str, tmp_path: Path
 ) -> None:
     model = make_tiny_model(architecture)

@@ -55,7 +55,7 @@ def test_draws_follow_the_distribution() -> None:
         ({"temperature": 0.01}, {0}),
     ],
 )
-def test_filters_keep_what_they_should(params: dict[str, Any], allowed: set[int]) -> None:
+def test_a_filter_keeps_exactly_its_tokens(params: dict[str, Any], allowed: set[int]) -> None:
     logits = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
     assert set(draw_many(logits, **params)) == allowed
 

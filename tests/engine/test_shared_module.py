@@ -136,7 +136,9 @@ def test_workers_that_start_together_load_once(file: WeightsFile) -> None:
         assert all(torch.equal(each.result(WAIT_SECONDS), weight) for each in starts)
 
 
-def test_what_a_dead_worker_wrote_is_not_used(folder: Path, file: WeightsFile) -> None:
+def test_weights_of_a_worker_that_died_while_it_wrote_them_are_not_used(
+    folder: Path, file: WeightsFile
+) -> None:
     os.write(file.descriptor, b"half a model" * 1000)
     own = load_model(str(folder), "float32", CPU)
     for _ in range(2):

@@ -127,7 +127,7 @@ def test_random_schedules(lfm2: LoadedModel, seed: int, is_swapped: bool) -> Non
             assert expected == {key: tokens for key, tokens in found.items() if key[0] == request.attempt_id}
 
 
-def test_what_is_not_supported_is_refused(lfm2: LoadedModel, tiny_model: TinyModel) -> None:
+def test_budgets_adapters_and_ranks_are_refused(lfm2: LoadedModel, tiny_model: TinyModel) -> None:
     with pytest.raises(KvBudgetError, match="must be absent: "):
         make_engine(lfm2).add_request(make_request("r", make_prompt(40), kv_budget_tokens=64))
     with pytest.raises(UnsupportedAdapterError, match="lfm2 runs module by module"):

@@ -79,7 +79,7 @@ def test_long_steps_use_part_of_a_processor_too() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_what_other_threads_waited_for_between_steps_does_not_count() -> None:
+def test_waits_of_other_threads_between_steps_do_not_count() -> None:
     machine = FakeMachine()
     count = ThreadCount(machine, lambda: machine.now)
     machine.now, machine.waited = 3600.0, 20.0
@@ -90,7 +90,7 @@ def test_what_other_threads_waited_for_between_steps_does_not_count() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_number_comes_back_after_a_step_that_fails() -> None:
+def test_the_number_of_threads_is_restored_after_a_step_that_fails() -> None:
     machine = FakeMachine()
     count = ThreadCount(machine, lambda: machine.now)
     assert compute(machine, count, lost=1) == 3

@@ -188,7 +188,7 @@ async def test_a_release_that_fails_is_no_error(setup: Setup) -> None:
     assert len(blocks) == NUM_BLOCKS
 
 
-async def test_leaving_in_the_middle_ends_the_call(setup: Setup) -> None:
+async def test_closing_a_pull_early_ends_the_call(setup: Setup) -> None:
     setup.holder.never_ends = True
     async with setup.pull() as pull:
         messages = pull.frames()

@@ -186,7 +186,7 @@ async def test_without_a_refusal_the_status_counts_but_a_broken_stream_is_unavai
         assert failed.value.status is seen
 
 
-async def test_leaving_without_a_commit_ends_the_call() -> None:
+async def test_a_push_that_fails_before_its_commit_ends_the_call() -> None:
     is_ended = asyncio.Event()
 
     async def receive(requests: Any, context: Any) -> AsyncIterator[pb.PushResponse]:

@@ -66,7 +66,9 @@ def test_dimensions(tmp_path: Path, config: Any, dimensions: tuple[int, ...]) ->
         (LAST, (*MODULES[:2], "Dense", "Normalize"), "Transformer, Pooling, Dense, Normalize"),
     ],
 )
-def test_what_is_not_supported(tmp_path: Path, pooling: Any, modules: tuple[str, ...], problem: str) -> None:
+def test_unsupported_embedding_models_are_refused(
+    tmp_path: Path, pooling: Any, modules: tuple[str, ...], problem: str
+) -> None:
     with pytest.raises(NoEmbeddingsError, match=problem):
         read_embedding_config(folder(tmp_path, pooling, modules), 8)
 

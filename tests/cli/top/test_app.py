@@ -53,7 +53,7 @@ def text_of(app: TopApp) -> str:
     return captured.get()
 
 
-async def test_it_follows_workers_that_come_and_shows_the_keys(app: TopApp) -> None:
+async def test_new_workers_appear_and_the_keys_are_shown(app: TopApp) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         assert "decode-0" in text_of(app)
         assert "decode-1" not in text_of(app)

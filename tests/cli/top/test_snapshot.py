@@ -45,7 +45,7 @@ def test_a_process_that_started_again_has_counted_from_zero() -> None:
         assert Change(now, before).rate(TOKENS, of="d") == count / 2
 
 
-def test_workers_that_come_or_go_or_are_not_reached_have_no_rate() -> None:
+def test_new_lost_and_unreachable_workers_have_no_rate() -> None:
     before = snapshot(0.0, worker("gone"), worker("stays"), gone=counters(1), stays=counters(1))
     grown = counters(1, STEP_TOKENS=8)
     now = snapshot(1.0, worker("stays"), worker("new"), worker("mute"), stays=grown, new=grown)

@@ -153,7 +153,7 @@ async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(mod
         (asked([{"name": "f" * 70_000}]), "chat.tools", "from 1 to 65536 bytes"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(
+async def test_impossible_combinations_are_refused_by_name(
     model: ServedModel, generation: pb.Generation, field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refused:

@@ -46,7 +46,7 @@ async def test_an_error_ends_all() -> None:
     assert sorted(streams.closed) == ["b", "endless"]
 
 
-async def test_leaving_ends_all() -> None:
+async def test_closing_the_merged_stream_closes_all() -> None:
     streams = Streams()
     async with aclosing(merged([streams.count("endless", 1), streams.count("b", 100)])) as items:
         assert await anext(items)

@@ -144,7 +144,7 @@ async def test_the_deadline_ends_the_request(pair: Any) -> None:
         (request([5], cache_salt="x" * 200), "cache_salt: must hold at most 128"),
     ],
 )
-async def test_what_is_refused(pair: Any, sent: pb.EmbedRequest, message: str) -> None:
+async def test_invalid_inputs_are_refused(pair: Any, sent: pb.EmbedRequest, message: str) -> None:
     stub = await pair.start()
     code, details = await failure(stub.Embed(sent, timeout=10))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

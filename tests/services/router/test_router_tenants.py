@@ -144,7 +144,7 @@ async def test_a_batch_answers_each_prompt_and_one_bad_one_spoils_nothing(
     assert outcomes[1].reason == "EMPTY_PROMPT"
 
 
-async def test_leaving_a_batch_ends_all_of_it(pair: Any, stub: Any, keys: Any) -> None:
+async def test_a_cancelled_batch_ends_all_of_its_requests(pair: Any, stub: Any, keys: Any) -> None:
     for name in pair.workers:
         pair[name].pause_before_token = 1
     async with client(pair, keys["acme"]) as connected:

@@ -181,7 +181,7 @@ async def test_outputs_of_a_stream_become_events_until_the_attempt_ends(setup: S
     assert connection.outputs.unsubscribed == [channel]
 
 
-async def test_leaving_cancels_and_aborts_unfinished_calls(setup: Setup) -> None:
+async def test_unfinished_calls_are_cancelled_and_aborted_at_the_end(setup: Setup) -> None:
     ended, (running, connection) = setup.worker("ended")[0], setup.worker("running")
     call = Call(1, is_endless=True)
     async with setup.calls as calls:

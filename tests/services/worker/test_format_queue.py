@@ -75,7 +75,7 @@ async def test_old_use_is_forgotten(queue: FormatQueue, clock: ManualClock) -> N
     assert jobs.names[2:] == ["c", "a", "b"]
 
 
-async def test_a_cancelled_request_leaves_the_queue(queue: FormatQueue, clock: ManualClock) -> None:
+async def test_a_cancelled_request_is_removed_from_the_queue(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     running = await enqueue(queue, "a", jobs.job("running"))
     waiting = await enqueue(queue, "b", jobs.job("waiting"))

@@ -181,7 +181,7 @@ async def test_stop_strings_end_only_content(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("ignores_eos", [False, True], ids=["in parts", "whole"])
-async def test_what_is_left_of_a_cut_call_is_not_content(ask: Any, pair: Any, ignores_eos: bool) -> None:
+async def test_the_rest_of_a_cut_call_is_not_content(ask: Any, pair: Any, ignores_eos: bool) -> None:
     asked = await ask(f"so {CALL}")
     seen = set()
     for max_tokens in range(1, len(pair.script.answer)):
@@ -293,7 +293,7 @@ async def test_a_worker_that_fails_within_a_call_leaves_no_trace(
         ),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(
+async def test_fields_that_are_not_served_are_refused_by_name(
     ask: Any, pair: Any, body: dict[str, Any], param: str, problem: str
 ) -> None:
     await ask("hello")

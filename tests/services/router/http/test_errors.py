@@ -73,7 +73,7 @@ def test_retry_after_is_rounded_up(seconds: float) -> None:
     assert abs(int(headers["Retry-After-Ms"]) - 1000 * seconds) <= 0.5
 
 
-def test_no_client_is_told_to_wait_longer_than_any_waits() -> None:
+def test_retry_after_is_at_most_two_minutes() -> None:
     headers = from_service_error(Unavailable("later", retry_after_seconds=3600)).headers
     assert headers == {"Retry-After": "120", "Retry-After-Ms": "120000"}
 

@@ -63,7 +63,7 @@ async def test_every_kind_of_input(client: AsyncOpenAI, given: Any) -> None:
         ({"input": "x", "pooling": "mean"}, "pooling"),
     ],
 )
-async def test_what_is_refused_by_its_field(http: ClientSession, body: Any, param: str | None) -> None:
+async def test_invalid_fields_are_refused_by_name(http: ClientSession, body: Any, param: str | None) -> None:
     status, answer = await post(http, "/v1/embeddings", **body)
     if param is None:  # the tokenizer adds a special token to the empty text
         assert status == 200

@@ -135,12 +135,12 @@ def test_contradictions_are_refused(fields: dict[str, Any], problem: str) -> Non
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
     ],
 )
-def test_what_is_not_supported_is_refused(fields: dict[str, Any]) -> None:
+def test_unsupported_fields_of_messages_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         request(**fields)
 
 
-def test_what_a_coding_agent_sends_is_accepted() -> None:
+def test_requests_of_coding_agents_are_accepted() -> None:
     body = request(
         user([text("hi", cache_control={"type": "ephemeral", "ttl": "1h"})]),
         tools=[{**TOOL, "input_schema": {"$schema": "x", "type": "object", "propertyNames": {}}}],

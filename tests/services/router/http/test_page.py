@@ -136,7 +136,7 @@ async def test_an_answer_names_its_workers_and_counts_its_blocks(
     await until(lambda: pair.running.calls.number == 0)
 
 
-async def test_a_killed_worker_leaves_the_view(pair: Any, start: Any) -> None:
+async def test_a_killed_worker_disappears_from_the_view(pair: Any, start: Any) -> None:
     http = await start()
     await pair.running.has_served.wait()
     await pair["d1"].server.stop()

@@ -207,7 +207,7 @@ def test_the_fields_of_a_whole_answer_have_the_values_that_apply() -> None:
     )
 
 
-def test_the_model_samples_by_its_own_defaults_unless_told_otherwise() -> None:
+def test_the_models_own_defaults_apply_to_fields_that_are_absent() -> None:
     sampling = generation().sampling
     assert not sampling.HasField("temperature")
     assert not sampling.HasField("top_p")
@@ -340,7 +340,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_of_responses_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     assert re.match(message, refusal(**fields))
 
 

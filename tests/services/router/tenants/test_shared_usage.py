@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -22,9 +22,9 @@ from quire.services.router.tenants import shared_places, usage_store
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import Tenant
 from quire.services.router.tenants.shared_usage import FLUSH_SECONDS, SharedUsage, shared_usage
+from tests.testing.until import until
 
 WAIT_SECONDS = 10.0
-MakeRouter = Callable[[], Any]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,13 @@ async def test_a_killed_routers_requests_stop_counting(routers: Routers, monkeyp
     monkeypatch.setattr(routers.usages[0], "_places", {})
     with pytest.raises(ResourceExhausted):
         await begin(second, tenant)
-    await asyncio.sleep(0.6)
-    await (await begin(second, tenant)).aclose()
+
+    async def begun() -> AsyncExitStack | None:
+        with suppress(ResourceExhausted):
+            return await begin(second, tenant)
+        return None
+
+    await (await until(begun)).aclose()
     await running.aclose()
 
 
