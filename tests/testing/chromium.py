@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import shutil
 import signal
@@ -87,11 +86,6 @@ class Page:
         await self.call("Emulation.setDeviceMetricsOverride", **size)
         media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         await self.call("Emulation.setEmulatedMedia", features=media)
-
-    async def screenshot(self, path: Path) -> None:
-        """Write what the page shows now to a PNG file."""
-        shot = await self.call("Page.captureScreenshot", format="png")
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(shot["data"]))
 
     async def attach(self) -> None:
         """Open the page, and follow what it logs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from quire.sampling.params import SamplingParams
 from quire.services.router.execution.attempt import OnParts
 from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_UNDER_WAY, Copies, CopyMetrics
 from quire.services.router.workers.health import WorkerHealth
+from tests.testing.fake_worker import Spawned
 
 SCOPE = worker_pb2.CacheScope(tenant="t")
 PROMPT = [1, 2, 3]
@@ -54,18 +54,15 @@ class Setup:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.decode, self.prefill = [Worker(f"d{i}") for i in range(4)], Worker("p")
-        self.tasks: list[asyncio.Task[None]] = []
+        spawned = Spawned()
+        self.tasks = spawned.tasks
         workers: Any = SimpleNamespace(
             serving=lambda role: self.decode if role == "decode" else [self.prefill],
             call_on_drain=Mock(),
             call_on_return=Mock(),
         )
-        self.copies = Copies(workers, self._spawn, CopyMetrics(self.registry), copies_grown=True)
+        self.copies = Copies(workers, spawned.spawn, CopyMetrics(self.registry), copies_grown=True)
         self._followed = ExitStack()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.tasks.append(asyncio.create_task(coroutine))
-        return self.tasks[-1]
 
     def follow(self, name: str = "a", num_answers: int = 1, *, has_prefill: bool = False) -> Followed:
         group: Any = Group(name, PROMPT, [SimpleNamespace(token_ids=[]) for _ in range(num_answers)])

@@ -17,6 +17,7 @@ from quire.rpc.errors import FailedPrecondition
 from quire.services.router.admin import roles as roles_module
 from quire.services.router.workers import probe, probing
 from quire.services.router.workers.membership import Member
+from tests.testing.fake_worker import ScriptedMembership
 from tests.testing.until import until
 
 REQUEST = pb.GenerateRequest(generation=pb.Generation(text="say"))
@@ -155,12 +156,7 @@ async def test_a_role_in_the_membership_makes_the_router_ask(cluster: Any) -> No
     await cluster.start(poll_seconds=3600)
     workers = cluster.running.workers
     worker.role = "prefill"
-
-    class Records:
-        async def members(self) -> list[Member]:
-            return [Member(worker.server.address, worker.epoch, role="prefill")]
-
-    workers._membership = Records()
+    workers._membership = ScriptedMembership(Member(worker.server.address, worker.epoch, role="prefill"))
     await workers.refresh()
     assert ids(cluster, "prefill") == ["d1"]
 

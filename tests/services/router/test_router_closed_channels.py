@@ -22,7 +22,7 @@ from quire.services.router.workers.worker import Worker, WorkerConnection
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.testing.decodes import StreamingWorker
-from tests.testing.fake_worker import free_charge
+from tests.testing.fake_worker import Spawned, free_charge
 
 
 class SilentWorker(StreamingWorker):
@@ -49,17 +49,6 @@ class SilentWorker(StreamingWorker):
     async def Decode(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.DecodeResponse]:
         yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted())
         await self._wait(request, context)
-
-
-class Spawned:
-    """Tasks that run beyond their caller's end."""
-
-    def __init__(self) -> None:
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.tasks.append(asyncio.create_task(coroutine))
-        return self.tasks[-1]
 
 
 @pytest.fixture

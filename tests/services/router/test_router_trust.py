@@ -16,20 +16,11 @@ from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import GrpcServer
 from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker_set import WorkerSet
+from tests.testing.fake_worker import ScriptedMembership
 from tests.testing.intruder import Intruder, serving
 from tests.testing.rpc_errors import error_of
 
 SECRET = b"the secret of the cluster"
-
-
-class Memberships:
-    """Says what the test sets, as Redis would."""
-
-    def __init__(self, *members: Member) -> None:
-        self.current = list(members)
-
-    async def members(self) -> list[Member]:
-        return self.current
 
 
 @pytest.fixture
@@ -75,7 +66,7 @@ async def test_a_worker_joins_and_an_intermediary_that_forwards_its_proof_does_n
     honest = await cluster.add("d1", "decode", secret=SECRET)
     intruder = Intruder(honest.server.address, **changes)
     server = await serve(stack, intruder)
-    workers = worker_set(stack, Memberships(member(honest.server), member(server)))
+    workers = worker_set(stack, ScriptedMembership(member(honest.server), member(server)))
     for _ in range(3):
         await workers.refresh()
     assert (ids_of(workers), intruder.num_asked, intruder.prompts) == (["d1"], 3, [])
@@ -86,7 +77,7 @@ async def test_a_refusal_is_logged_once_with_its_remedy(
 ) -> None:
     other = await cluster.add("d1", "decode", secret=b"another")
     none = await cluster.add("d2", "decode")
-    workers = worker_set(stack, Memberships(member(other.server), member(none.server)))
+    workers = worker_set(stack, ScriptedMembership(member(other.server), member(none.server)))
     for _ in range(3):
         await workers.refresh()
     assert ids_of(workers) == []
@@ -103,7 +94,7 @@ async def test_records_of_an_intruder_do_not_fill_the_log(
     honest = await cluster.add("d1", "decode", secret=SECRET)
     intruder = Intruder(honest.server.address)
     server = await serve(stack, intruder)
-    memberships = Memberships()
+    memberships = ScriptedMembership()
     workers = worker_set(stack, memberships)
     for number in range(5):
         intruder.changes = {"epoch": str(number), "worker_id": f"intruder-{number}"}
@@ -130,7 +121,7 @@ async def test_a_stranger_with_the_lease_and_address_of_a_dead_worker_is_dropped
 ) -> None:
     honest = await cluster.add("d1", "decode", secret=SECRET)
     other = await cluster.add("d2", "decode", secret=SECRET)
-    workers = worker_set(stack, Memberships(member(honest.server)))
+    workers = worker_set(stack, ScriptedMembership(member(honest.server)))
     await workers.refresh()
     (joined,) = workers.all()
     # Without this, the watch may find the intruder and close the channel before the call does.

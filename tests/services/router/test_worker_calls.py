@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import grpc
@@ -15,6 +15,7 @@ from quire.services.router.execution.token_charge import AttemptCharge, RequestC
 from quire.services.router.execution.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.worker import Worker, WorkerConnection
+from tests.testing.fake_worker import Spawned
 from tests.testing.rpc_errors import rpc_error
 
 WAIT_SECONDS = 5.0
@@ -86,14 +87,11 @@ class Setup:
     """The calls of an attempt to workers that are not there."""
 
     def __init__(self) -> None:
-        self.spawned: list[asyncio.Task[None]] = []
+        spawned = Spawned()
+        self.spawned = spawned.tasks
         self.charged: list[int] = []
         self.charge = AttemptCharge(RequestCharge(self.charged.append, 0))
-        self.calls = WorkerCalls("r", 3, self._spawn, self.charge)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.spawned.append(asyncio.create_task(coroutine))
-        return self.spawned[-1]
+        self.calls = WorkerCalls("r", 3, spawned.spawn, self.charge)
 
     def worker(self, name: str) -> tuple[Worker, Connection]:
         connection = Connection()

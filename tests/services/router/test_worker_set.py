@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,24 +15,12 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.services.router.execution.worker_calls import WorkerCalls
 from quire.services.router.workers.health import PENALTY_SECONDS
-from quire.services.router.workers.membership import Member, MembershipLost, StaticMembership
+from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
-from tests.testing.fake_worker import free_charge
+from tests.testing.fake_worker import ScriptedMembership, free_charge
 from tests.testing.until import until
-
-
-class ScriptedMembership:
-    """Says what the test sets; None is a lost source."""
-
-    def __init__(self, *members: Member) -> None:
-        self.current: Sequence[Member] | None = members
-
-    async def members(self) -> Sequence[Member]:
-        if self.current is None:
-            raise MembershipLost("down")
-        return self.current
 
 
 @pytest.fixture
