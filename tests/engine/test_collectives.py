@@ -18,6 +18,7 @@ import torch
 from quire.engine.model.collectives import Collectives, RanksError, SharedMemory, SharedSizes, pieces
 from quire.engine.model.parallel_shares import Shares
 from quire.kernels.cpu import exchange
+from tests.testing.linear_layers import in_pairs
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -48,13 +49,6 @@ def run_ranks(memory: SharedMemory, work: Callable[[Collectives], object]) -> li
 def segment_sum(segment: int, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * number + segment)
     return torch.randn((1 + number % 16, 128), generator=generator)
-
-
-def in_pairs(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Add tensors in pairs, the pairs in pairs, and so on."""
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))

@@ -21,6 +21,7 @@ from quire.kernels.cpu.intrinsics import processor_features
 from quire.kernels.cpu.linear import ROWS, TiledWeight, linear, pack, sums, tiles_are_exact
 from tests.kernels.amx_emulator import INSTRUCTIONS, environment
 from tests.testing.amx_model import tile_product
+from tests.testing.linear_layers import check_rows_and_threads, in_pairs
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -72,13 +73,7 @@ def random_bfloat16(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (130, 96), (192, 2080)])
 def test_bits_do_not_depend_on_other_rows_or_on_threads(out_features: int, in_features: int) -> None:
     packed = pack(random_bfloat16(out_features, in_features, seed=1), AMX_BFLOAT16)
-    inputs = random_bfloat16(ROWS + 40, in_features, seed=2)
-    expected = linear(inputs, packed, None)
-    for num_threads in (1, 2, 4):
-        torch.set_num_threads(num_threads)
-        for num_rows in (*range(1, 36), ROWS, ROWS + 1, ROWS + 40):
-            assert torch.equal(linear(inputs[:num_rows], packed, None), expected[:num_rows])
-        assert torch.equal(linear(inputs[17:18], packed, None), expected[17:18])
+    check_rows_and_threads(lambda inputs: linear(inputs, packed, None), in_features, torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
@@ -94,11 +89,9 @@ def test_partial_sums_of_ranks_add_up_to_the_same_bits(num_ranks: int) -> None:
         )
         for first in range(0, 512, size)
     ]
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    packed = pack(weight, AMX_BFLOAT16)
-    assert torch.equal(parts[0], sums(inputs, packed, None, 8))
-    assert not torch.equal(parts[0], sums(inputs, packed, None, 1))
+    whole, packed = in_pairs(parts), pack(weight, AMX_BFLOAT16)
+    assert torch.equal(whole, sums(inputs, packed, None, 8))
+    assert not torch.equal(whole, sums(inputs, packed, None, 1))
     own = sums(inputs, packed, None, 1, range(64, 128))
     assert torch.equal(own, sums(inputs[:, 64:128], pack(weight[:, 64:128], AMX_BFLOAT16), None))
 

@@ -41,6 +41,7 @@ from quire.kernels.cpu.nibble_product import (
     encode_groups,
 )
 from quire.kernels.cpu.quantized_weight import quantize
+from tests.testing.linear_layers import check_rows_and_threads
 
 HASWELL = "avx2 fma f16c"
 SKYLAKE = f"{HASWELL} avx512f avx512bw avx512dq avx512vl"
@@ -235,13 +236,8 @@ def test_the_sums_of_the_most_inputs_do_not_overflow(num_rows: int) -> None:
 def test_bits_do_not_depend_on_other_rows_or_on_threads(pack: Callable[[torch.Tensor], PackedWeight]) -> None:
     generator = torch.Generator().manual_seed(1)
     packed = pack(torch.randn((320, 96), generator=generator))
-    inputs = torch.randn((ROWS + 40, 96), generator=generator)
     bias = torch.randn(packed.num_units * UNIT, generator=generator)
-    expected = linear(inputs, packed, bias)
-    for num_threads in (1, 2, 4):
-        torch.set_num_threads(num_threads)
-        for num_rows in (*range(1, 20), ROWS, ROWS + 1, ROWS + 40):
-            assert torch.equal(linear(inputs[:num_rows], packed, bias), expected[:num_rows])
+    check_rows_and_threads(lambda inputs: linear(inputs, packed, bias), 96)
 
 
 @pytest.mark.parametrize("pack", PACKS)

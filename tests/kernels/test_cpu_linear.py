@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from quire.kernels.cpu import linear as linear_module
 from quire.kernels.cpu.bfloat16_product import has_pair_products
 from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, num_segments_of, pack, sums
+from tests.testing.linear_layers import check_product, check_rows_and_threads, in_pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -42,15 +43,8 @@ def test_it_multiplies(
     weight, packed, bias = random_layer(dtype, out_features, in_features, seed)
     inputs = torch.randn((num_rows, in_features), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
-    output = linear(inputs, packed, bias if has_bias else None)
-
-    expected = inputs.double() @ weight.double().T
-    if has_bias:
-        expected += bias[:out_features].double()
-    assert output.dtype == dtype
-    largest = float(expected.abs().max())
-    error = float((output.double() - expected).abs().max())
-    assert error <= max(largest, 1.0) * torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 64)
+    given_bias = bias if has_bias else None
+    check_product(linear(inputs, packed, given_bias), inputs, weight, given_bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,12 +53,7 @@ def test_bits_do_not_depend_on_other_rows_or_on_threads(
     dtype: torch.dtype, out_features: int, in_features: int
 ) -> None:
     _, packed, bias = random_layer(dtype, out_features, in_features, seed=2)
-    inputs = torch.randn((ROWS + 40, in_features), generator=torch.Generator().manual_seed(3)).to(dtype)
-    expected = linear(inputs, packed, bias)
-    for num_threads in (1, 2, 4):
-        torch.set_num_threads(num_threads)
-        for num_rows in (*range(1, 20), ROWS, ROWS + 1, ROWS + 40):
-            assert torch.equal(linear(inputs[:num_rows], packed, bias), expected[:num_rows])
+    check_rows_and_threads(lambda inputs: linear(inputs, packed, bias), in_features, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -103,9 +92,7 @@ def test_segments_are_summed_in_a_binary_tree(dtype: torch.dtype, num_rows: int)
         sums(inputs[:, first : first + 32].contiguous(), pack(weight[:, first : first + 32]), None)
         for first in range(0, 256, 32)
     ]
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    expected = (parts[0] + bias)[:, :130].to(dtype)
+    expected = (in_pairs(parts) + bias)[:, :130].to(dtype)
     assert torch.equal(linear(inputs, packed, bias, num_segments=8), expected)
 
 
@@ -119,9 +106,7 @@ def test_partial_sums_of_ranks_add_up_to_the_same_bits(dtype: torch.dtype, num_r
         sums(inputs[:, first : first + size], pack(weight[:, first : first + size]), None, 8 // num_ranks)
         for first in range(0, 512, size)
     ]
-    while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    assert torch.equal(parts[0], sums(inputs, packed, None, 8))
+    assert torch.equal(in_pairs(parts), sums(inputs, packed, None, 8))
 
 
 @pytest.mark.parametrize(

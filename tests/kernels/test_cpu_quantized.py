@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.linear import ROWS, UNIT, linear, pack
 from quire.kernels.cpu.quantized_weight import _PEAKS, QuantizedWeight, quantize
+from tests.testing.linear_layers import check_product, check_rows_and_threads
 
 WEIGHT_DTYPES = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,15 +50,8 @@ def test_it_multiplies_by_the_dequantized_weight(
     bias = torch.zeros(quantized.num_units * UNIT)
     bias[:out_features] = torch.randn(out_features, generator=generator)
 
-    output = linear(inputs, quantized, bias if has_bias else None)
-
-    expected = inputs.double() @ quantized.unpack().double().T
-    if has_bias:
-        expected += bias[:out_features].double()
-    assert output.dtype == dtype
-    largest = float(expected.abs().max())
-    error = float((output.double() - expected).abs().max())
-    assert error <= max(largest, 1.0) * torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 64)
+    given_bias = bias if has_bias else None
+    check_product(linear(inputs, quantized, given_bias), inputs, quantized.unpack(), given_bias)
 
 
 @pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES)
@@ -66,13 +60,7 @@ def test_bits_do_not_depend_on_other_rows_or_on_threads(
     weight_dtype: str, out_features: int, in_features: int
 ) -> None:
     _, quantized = random_weight(out_features, in_features, weight_dtype)
-    inputs = torch.randn((ROWS + 40, in_features), generator=torch.Generator().manual_seed(3))
-    expected = linear(inputs, quantized, None)
-    for num_threads in (1, 2, 3, 4):
-        torch.set_num_threads(num_threads)
-        for num_rows in (*range(1, 21), ROWS, ROWS + 1, ROWS + 40):
-            assert torch.equal(linear(inputs[:num_rows], quantized, None), expected[:num_rows])
-    assert torch.equal(torch.cat([linear(row[None], quantized, None) for row in inputs]), expected)
+    check_rows_and_threads(lambda inputs: linear(inputs, quantized, None), in_features)
 
 
 @pytest.mark.parametrize(("weight_dtype", "largest"), [("int8", 127), ("int4", 8)])

@@ -5,6 +5,7 @@
 * ``windows``: requests that are longer than a window, and steps that poison what is given back.
 * ``constant_engine``: an engine without a model, for tests of scheduling.
 * ``manual_clock``, ``manual_disk``: a clock and a disk cache that move when a test says so.
+* ``linear_layers``: rows, threads and sums of linear layers on the CPU.
 * ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
 * ``until``: waiting for a condition that nothing announces.
 * ``rpc_errors``: the error of a gRPC call that must fail, and errors for scripted calls.
