@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -22,23 +23,22 @@ class IndexMetrics:
     """Metrics of a router's look-ups."""
 
     def __init__(self, registry: CollectorRegistry, breaker: CircuitBreaker) -> None:
-        self.lookup_seconds = Histogram(
+        histogram = partial(Histogram, registry=registry)
+        self.lookup_seconds = histogram(
             "quire_index_lookup_seconds",
             "Time of a look-up; failed includes look-ups that were given up.",
             ["result"],
             buckets=SECONDS_BUCKETS,
-            registry=registry,
         )
         for result in ("hit", "miss", "failed"):
             self.lookup_seconds.labels(result)
-        self.lookup_blocks = Histogram(
-            "quire_index_lookup_blocks", "Blocks of a look-up.", buckets=BLOCKS_BUCKETS, registry=registry
+        self.lookup_blocks = histogram(
+            "quire_index_lookup_blocks", "Blocks of a look-up.", buckets=BLOCKS_BUCKETS
         )
-        self.match_ratio = Histogram(
+        self.match_ratio = histogram(
             "quire_index_match_ratio",
             "Share of a prompt's blocks that the worker with most of them has.",
             buckets=RATIO_BUCKETS,
-            registry=registry,
         )
         self._fallbacks = Counter(
             "quire_index_fallback_total",

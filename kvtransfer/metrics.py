@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -40,53 +41,41 @@ class TransferMetrics:
     """Registers and updates the metrics of pushes and pulls."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._blocks = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._blocks = counter(
             "quire_kv_transfer_blocks_total",
             "KV blocks moved: received and sent by pushes, pulled from peers, and lent to peers that pull.",
             ["direction"],
-            registry=registry,
         )
-        self._bytes = Counter(
-            "quire_kv_transfer_bytes_total",
-            "The same in bytes.",
-            ["direction", "transport"],
-            registry=registry,
+        self._bytes = counter(
+            "quire_kv_transfer_bytes_total", "The same in bytes.", ["direction", "transport"]
         )
         for direction in ("received", "sent", "pulled", "lent"):
             self._blocks.labels(direction)
             for transport in (Transport.MESSAGES, Transport.SHARED):
                 self._bytes.labels(direction, transport)
-        self._push_seconds = Histogram(
-            "quire_kv_push_seconds", "Push, from open to commit.", buckets=_SECONDS, registry=registry
-        )
-        self._pull_seconds = Histogram(
-            "quire_kv_pull_seconds", "Pull, from pin to release.", buckets=_SECONDS, registry=registry
-        )
-        self._credit_wait = Histogram(
+        self._push_seconds = histogram("quire_kv_push_seconds", "Push, from open to commit.")
+        self._pull_seconds = histogram("quire_kv_pull_seconds", "Pull, from pin to release.")
+        self._credit_wait = histogram(
             "quire_kv_credit_wait_seconds",
             "Time of a push in which blocks were ready and the receiver had no room.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self._failures = Counter(
+        self._failures = counter(
             "quire_kv_transfer_failures_total",
             "Pushes that failed at the receiver, and pulls that did not bring all their blocks.",
             ["kind", "reason"],
-            registry=registry,
         )
         for error in RECEIVER_ERRORS:
             self._failures.labels("push", error.reason)
         for reason in PULL_FAILURES:
             self._failures.labels("pull", reason)
-        self._saved_bytes = Counter(
+        self._saved_bytes = counter(
             "quire_kv_transfer_saved_bytes_total",
             "KV bytes that were not sent, since the receiver had the blocks or did not need them.",
-            registry=registry,
         )
         self._leases = Gauge("quire_kv_leases", "Leases on blocks of this worker.", registry=registry)
-        self._expired = Counter(
-            "quire_kv_leases_expired_total", "Leases that ended without a release.", registry=registry
-        )
+        self._expired = counter("quire_kv_leases_expired_total", "Leases that ended without a release.")
 
     def record_push(self, summary: PushSummary) -> None:
         """Count a sent push that was committed."""

@@ -34,7 +34,6 @@ class PushSummary(NamedTuple):
         num_saved_bytes: bytes of the blocks that the receiver already had, and that were not sent.
         seconds: time from open to the receiver's acknowledgement.
         credit_wait_seconds: the part of that time in which blocks were ready but there was no credit.
-        send_seconds: the part of that time in which a message was being handed to the network.
         transport: how the receiver got the blocks.
     """
 
@@ -43,7 +42,6 @@ class PushSummary(NamedTuple):
     num_saved_bytes: int
     seconds: float
     credit_wait_seconds: float
-    send_seconds: float
     transport: Transport
 
 
@@ -109,7 +107,6 @@ class BlockPush:
         self._credit = 0
         self._credit_wait_seconds = 0.0
         self._waiting_since: float | None = None
-        self._send_seconds = 0.0
 
     async def __aenter__(self) -> Self:
         self._start = perf_counter()
@@ -197,7 +194,6 @@ class BlockPush:
             num_saved_bytes=self._open.first_block * self._block_bytes,
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,
-            send_seconds=self._send_seconds,
             transport=self._transport or Transport.MESSAGES,
         )
 
@@ -227,13 +223,11 @@ class BlockPush:
         await self._write(pb.PushRequest(open=self._open))
 
     async def _write(self, message: pb.PushRequest) -> None:
-        start = perf_counter()
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # If the receiver has ended the stream, writes fail. The call's status has the reason.
             raise await self._failure() from error
-        self._send_seconds += perf_counter() - start
 
     async def _read_responses(self) -> None:
         """Queue the receiver's messages, and None at the end of the stream.

@@ -31,21 +31,17 @@ class Header(NamedTuple):
     """A kind and six numbers, whose meaning depends on the kind."""
 
     kind: int
-    first: int = 0
-    second: int = 0
-    third: int = 0
-    fourth: int = 0
-    fifth: int = 0
-    sixth: int = 0
+    numbers: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
 
     def to_bytes(self) -> bytes:
         """Return the bytes that go through the pipe."""
-        return _HEADER.pack(*self)
+        return _HEADER.pack(self.kind, *self.numbers)
 
     @classmethod
     def of(cls, data: bytes) -> Header:
         """Return the header that some bytes contain."""
-        return cls(*_HEADER.unpack(data))
+        kind, *numbers = _HEADER.unpack(data)
+        return cls(kind, tuple(numbers))
 
 
 def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int, max_frames: int = 1) -> int:
@@ -78,12 +74,12 @@ def write_step(memory: SharedMemory, step: StepTensors) -> Header:
         writer.put(tensor)
     most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
     num_seqs, width = tables.shape[-2:]
-    return Header(Kind.STEP, num_tokens, num_kept, num_seqs, width, most, step.num_hidden)
+    return Header(Kind.STEP, (num_tokens, num_kept, num_seqs, width, most, step.num_hidden))
 
 
 def read_step(memory: SharedMemory, header: Header, num_frames: int = 1) -> StepTensors:
     """Return the tensors of a step, which lie in shared memory; ``num_frames`` are those of a block."""
-    _, num_tokens, num_kept, num_seqs, width, most, num_hidden = header
+    num_tokens, num_kept, num_seqs, width, most, num_hidden = header.numbers
     reader = _Reader(memory)
     tokens, positions = reader.take(torch.int64, num_tokens), reader.take(torch.int64, num_tokens)
     logit_rows, slots = reader.take(torch.int64, num_kept), reader.take(torch.int64, num_frames * num_tokens)

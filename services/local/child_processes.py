@@ -74,13 +74,9 @@ def fork_server(modules: Sequence[str]) -> Context:
 def wait_for_imports(context: Context) -> None:
     """Wait until the fork server has imported its modules. A signal may interrupt this, but not a start."""
     if context is not FROM_SCRATCH:
-        process = context.Process(target=_do_nothing)
+        process = context.Process()
         process.start()
         process.join()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def has_gpu_driver() -> bool:

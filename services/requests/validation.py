@@ -106,18 +106,12 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
     prompt = await read_prompt(generation, model)
     num_left = model.max_model_len - len(prompt)
     values["max_tokens"] = min(values.get("max_tokens", num_left), num_left)
-    division = None
-    if generation.response.parse:
-        division = divide(generation, prompt, model, response.stop_strings)
+    division = _division(generation, prompt, model, response.stop_strings)
+    if division is not None:
         output_format = division.format
-        if output_format is not None:
-            _check_format(output_format, division.format_field, generation)
-    elif generation.chat.HasField("tool_choice"):
-        raise InvalidArgument("chat.tool_choice", "needs response.parse, which finds the calls in the answer")
     num_best = num_answers if (response.best_of or 1) > num_answers else None
     values["n"] = response.best_of or num_answers
-    if "seed" not in values:
-        values["seed"] = secrets.randbits(64)
+    values.setdefault("seed", secrets.randbits(64))
     if num_best is not None:
         # The answers are ranked by the logprobs of their tokens.
         values.setdefault("num_logprobs", 0)
@@ -142,6 +136,21 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         descriptor=descriptor,
         division=division,
     )
+
+
+def _division(
+    generation: pb.Generation, prompt: Sequence[int], model: ServedModel, stop_strings: Sequence[str]
+) -> Division | None:
+    """Return how the answer is divided; None if it is not, and then no tool call can be required."""
+    if not generation.response.parse:
+        if generation.chat.HasField("tool_choice"):
+            problem = "needs response.parse, which finds the calls in the answer"
+            raise InvalidArgument("chat.tool_choice", problem)
+        return None
+    division = divide(generation, prompt, model, stop_strings)
+    if division.format is not None:
+        _check_format(division.format, division.format_field, generation)
+    return division
 
 
 def find_adapter(name: str, model: ServedModel) -> str:

@@ -143,7 +143,7 @@ def test_a_rank_that_raises_in_a_step_ends_all(
     with start(model("llama"), 2) as llm:
         others = process_ids(llm)
         assert llm._ranks is not None
-        llm._ranks.send(Header(Kind.STEP, 1 << 40))
+        llm._ranks.send(Header(Kind.STEP, (1 << 40, 0, 0, 0, 0, 0)))
         assert "code 1" in llm._ranks.failure.result(10)
         with pytest.raises(RanksError, match="rank 1 has ended with code 1"):
             answers(llm)
