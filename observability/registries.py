@@ -27,7 +27,6 @@ from quire.services.worker.reports.metrics import (
     PromptMetrics,
     StepMetrics,
     describe_cache,
-    describe_division,
     describe_role,
 )
 
@@ -94,7 +93,6 @@ def worker_registry() -> RecordingRegistry:
     PromptMetrics(registry)
     describe_role(registry, lambda: "decode")
     describe_cache(registry, block_size=16, num_blocks=1, block_bytes=1)
-    describe_division(registry, 1)
     TransferMetrics(registry)
     PublisherMetrics(registry, PublishLedger())
     _add_common(registry)

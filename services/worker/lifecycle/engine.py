@@ -39,7 +39,6 @@ from quire.services.worker.reports.metrics import (
     StepMetrics,
     ask_for_snapshot,
     describe_cache,
-    describe_division,
 )
 
 _log = get_logger("worker")
@@ -106,7 +105,6 @@ def _describe(start: Start, thread: EngineThread) -> None:
     ProcessCollector(registry=registry)
     block_size, block_bytes = memory.shape.block_size, memory.shape.block_bytes
     describe_cache(registry, block_size=block_size, num_blocks=memory.num_blocks, block_bytes=block_bytes)
-    describe_division(registry, start.config.tensor_parallel_size)
 
 
 def _open_disk_cache(start: Start) -> DiskCache | None:

@@ -122,16 +122,6 @@ def describe_cache(
     info.info({name: str(size) for name, size in sizes.items()})
 
 
-def describe_division(registry: CollectorRegistry, tensor_parallel_size: int) -> None:
-    """Publish the number of processes among which the worker divides the model."""
-    gauge = Gauge(
-        "quire_tensor_parallel_size",
-        "Processes among which the worker divides the model.",
-        registry=registry,
-    )
-    gauge.set(tensor_parallel_size)
-
-
 def describe_role(registry: CollectorRegistry, present: Callable[[], str]) -> None:
     """Publish the worker's present role."""
     gauge = Gauge(
