@@ -160,8 +160,5 @@ def test_the_coverage_of_a_file_and_of_its_link_are_one(tmp_path: Path) -> None:
     printed = subprocess.run(
         command, capture_output=True, text=True, timeout=30, check=True
     ).stdout.splitlines()
-    assert printed[1:3] == [
-        "     6      4  33.3%  engine/pool.py  2-4, 6-9",
-        "     7      4  42.9%  total",
-    ]
+    assert printed[1:3] == ["     6      4  33.3%  engine/pool.py  2-4, 6-9", "     7      4  42.9%  total"]
     assert (build / "coverage.txt").read_text().splitlines() == printed[:3]

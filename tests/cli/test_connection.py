@@ -116,11 +116,7 @@ def test_without_name_or_certificate_no_server_answers(
 @pytest.mark.parametrize("verb", ["health", "generate", "chat", "bench", "simulate"])
 @pytest.mark.parametrize(
     ("absent", "problem"),
-    [
-        ("--tls-ca", "need --tls-ca"),
-        ("--tls-client-key", "needs both"),
-        ("--tls-client-cert", "needs both"),
-    ],
+    [("--tls-ca", "need --tls-ca"), ("--tls-client-key", "needs both"), ("--tls-client-cert", "needs both")],
 )
 def test_half_of_it_is_a_usage_error(
     quire: Quire, secured: Secured, verb: str, absent: str, problem: str

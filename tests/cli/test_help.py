@@ -92,8 +92,7 @@ def test_the_version_is_that_of_the_distribution(quire: Quire) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "columns"),
-    [("serve", None), *((verb, "60") for verb in (*VERBS[:4], "generate", "simulate"))],
+    ("verb", "columns"), [("serve", None), *((verb, "60") for verb in (*VERBS[:4], "generate", "simulate"))]
 )
 def test_help_is_not_cut_where_there_is_little_room(
     verb: str, columns: str | None, command: list[str]

@@ -148,10 +148,7 @@ def test_decode_workers_and_stacks_guess(quire: Quire, monkeypatch: pytest.Monke
 
 def test_workers_of_a_stack_differ_in_what_is_theirs(tmp_path: Path) -> None:
     template = WorkerConfig(
-        role="decode",
-        model="m",
-        host_cache_bytes=1,
-        disk_cache=DiskFolder(str(tmp_path), 9),
+        role="decode", model="m", host_cache_bytes=1, disk_cache=DiskFolder(str(tmp_path), 9)
     )
     config = LocalStackConfig(
         num_prefill=1, num_decode=2, router=RouterConfig(metrics_port=7000), worker=template
@@ -370,11 +367,7 @@ def test_a_stack_reports_that_it_waits_for_redis() -> None:
             "decode",
             "error: cannot load the model {folder}: {folder}/model.safetensors is not a whole",
         ),
-        (
-            "tokenizer.json",
-            "serve",
-            "quire serve: router did not start: cannot load the files of {folder}: ",
-        ),
+        ("tokenizer.json", "serve", "quire serve: router did not start: cannot load the files of {folder}: "),
     ],
 )
 def test_a_model_with_a_damaged_file_ends_the_command_with_one_sentence(

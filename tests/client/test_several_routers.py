@@ -17,10 +17,7 @@ from quire.client import AsyncClient, Client, Delta, Interrupted, Overloaded, Qu
 from quire.client.errors import from_status
 from quire.client.routers import AVOID_SECONDS, Attempts, Routers, addresses_of, is_connection_lost
 from quire.protos import inference_pb2 as pb
-from quire.protos.inference_pb2_grpc import (
-    GenerationServiceServicer,
-    add_GenerationServiceServicer_to_server,
-)
+from quire.protos.inference_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from quire.rpc.errors import ResourceExhausted, ServiceError, to_status
 from tests.testing.manual_clock import ManualClock
 

@@ -226,12 +226,7 @@ def test_every_variable_is_in_the_example_with_its_default() -> None:
     used: dict[str, str] = dict(VARIABLE.findall(TEXT))
     assert used.keys() | {match[0] for match in VARIABLE.findall(str(GPU))} == listed.keys()
     for name, value in used.items():
-        has_own_meaning = name in (
-            "QUIRE_MODEL",
-            "QUIRE_MODELS",
-            "QUIRE_KV_MEMORY",
-            "QUIRE_WORKER_IMAGE",
-        )
+        has_own_meaning = name in ("QUIRE_MODEL", "QUIRE_MODELS", "QUIRE_KV_MEMORY", "QUIRE_WORKER_IMAGE")
         assert has_own_meaning or listed[name] == value, name
 
 

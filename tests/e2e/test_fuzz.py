@@ -310,10 +310,7 @@ def info(stack: RunningStack) -> worker_pb2.GetWorkerInfoResponse:
 
 @pytest.mark.parametrize(("process", "method"), CASES, ids=IDS)
 def test_slightly_wrong_messages_meet_no_defect(
-    stack: RunningStack,
-    info: worker_pb2.GetWorkerInfoResponse,
-    process: str,
-    method: MethodDescriptor,
+    stack: RunningStack, info: worker_pb2.GetWorkerInfoResponse, process: str, method: MethodDescriptor
 ) -> None:
     valid = valid_requests(method, info)
     encoded_valid = [each.SerializeToString() for each in valid]

@@ -24,9 +24,7 @@ async def test_the_demo_model_in_8_bits_answers_exactly(
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     path = write_gguf(demo_model_path(), tmp_path / "demo.gguf", GGMLQuantizationType.Q8_0)
     config = LocalStackConfig(
-        router=RouterConfig(port=0),
-        worker=WorkerConfig(role="decode", model=str(path)),
-        log_level="error",
+        router=RouterConfig(port=0), worker=WorkerConfig(role="decode", model=str(path)), log_level="error"
     )
     examples = held_out(40, 20)
     with local_stack(config) as stack:

@@ -15,12 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observability.metric_docs import series
-from quire.observability.registries import (
-    DescribedMetric,
-    described,
-    router_registry,
-    worker_registry,
-)
+from quire.observability.registries import DescribedMetric, described, router_registry, worker_registry
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from tests.testing.live_run import absent_series, findings, live_run
@@ -63,11 +58,7 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
     start_stack: StartStack, collector: Collector
 ) -> None:
     base = free_ports(3)
-    everything: dict[str, Any] = {
-        "otlp_endpoint": collector.address,
-        "http_port": 0,
-        "copy_answers": True,
-    }
+    everything: dict[str, Any] = {"otlp_endpoint": collector.address, "http_port": 0, "copy_answers": True}
     with start_stack("llama", metrics_port=base, **everything) as stack:
         with grpc.insecure_channel(stack.address) as channel:
             generation = pb.Generation(

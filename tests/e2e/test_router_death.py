@@ -62,8 +62,7 @@ class RouterProcess:
             options["api-keys"] = str(self.api_keys)
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         self.process = subprocess.Popen(
-            [*QUIRE, "router", *flags],
-            env={**os.environ, "QUIRE_CLUSTER_SECRET": SECRET},
+            [*QUIRE, "router", *flags], env={**os.environ, "QUIRE_CLUSTER_SECRET": SECRET}
         )
 
     def kill(self) -> None:

@@ -210,13 +210,7 @@ async def echo_of_several_prompts(meter: Meter) -> None:
 
 
 async def only_an_echo(meter: Meter) -> None:
-    await meter.post(
-        model=meter.model,
-        prompt=meter.prompt(),
-        echo=True,
-        max_tokens=0,
-        logprobs=1,
-    )
+    await meter.post(model=meter.model, prompt=meter.prompt(), echo=True, max_tokens=0, logprobs=1)
 
 
 async def resumed(meter: Meter, length: int, received: list[list[int]], **response: Any) -> None:

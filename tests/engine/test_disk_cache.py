@@ -256,10 +256,7 @@ def test_a_write_that_fails_at_any_step_leaves_no_file(
 
 
 def test_a_full_disk_is_reported_once_until_a_write_succeeds(
-    tmp_path: Path,
-    later: ManualExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = open_disk(tmp_path, later, num_blocks=8)
 

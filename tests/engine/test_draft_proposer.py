@@ -16,15 +16,7 @@ from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
-from tests.testing.tiny_engine import (
-    BLOCK_SIZE,
-    CPU,
-    make_engine,
-    make_prompt,
-    make_request,
-    output,
-    run,
-)
+from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, make_request, output, run
 from tests.testing.tiny_models import make_random_model
 
 Load = Callable[[str], LoadedModel]

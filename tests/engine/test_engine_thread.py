@@ -82,9 +82,7 @@ async def test_blocks_of_a_request_that_its_first_token_ends_are_granted_to_the_
     await thread.stop()
 
 
-async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
-    engine: Engine,
-) -> None:
+async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(engine: Engine) -> None:
     thread = EngineThread(engine)
     thread.start()
     cached, running = subscribed(thread, "cached"), subscribed(thread, "running")
@@ -104,9 +102,7 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(
     await thread.stop()
 
 
-async def test_a_disk_read_wakes_an_engine_that_rests(
-    tmp_path: Path,
-) -> None:
+async def test_a_disk_read_wakes_an_engine_that_rests(tmp_path: Path) -> None:
     shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
     block = b"a block's hash.."
     earlier = DiskCache(tmp_path, 4096, shape.block_bytes, "same")

@@ -97,9 +97,7 @@ def test_a_payload_of_another_size_is_refused() -> None:
 
 
 @DEVICES
-def test_copies_to_the_host_have_the_bytes_from_before_the_next_step(
-    device: torch.device,
-) -> None:
+def test_copies_to_the_host_have_the_bytes_from_before_the_next_step(device: torch.device) -> None:
     shape = KvShape(4, 2, 16, 64, "float32")
     memory = KvMemory(shape, 64, device)
     host = KvMemory(shape, 64, CPU, is_pinned=device.type == "cuda")

@@ -140,8 +140,7 @@ def test_a_group_stays_in_host_memory_until_its_next_tokens_fit_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_host_blocks", "prefers_swap", "is_swapped"),
-    [(8, True, True), (8, False, False), (1, True, False)],
+    ("num_host_blocks", "prefers_swap", "is_swapped"), [(8, True, True), (8, False, False), (1, True, False)]
 )
 def test_blocks_are_swapped_or_recomputed(num_host_blocks: int, prefers_swap: bool, is_swapped: bool) -> None:
     ledger = Ledger(num_host_blocks, prefers_swap=prefers_swap)

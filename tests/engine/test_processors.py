@@ -17,11 +17,7 @@ from tests.engine.other_processor import ENVIRONMENT, OLD
 pytestmark = pytest.mark.slow
 
 # The soft cap and rotations by layer type in one program, a model that runs by its modules, and integers.
-CASES = [
-    ("gemma2", "float32", "auto"),
-    ("gpt_neox", "bfloat16", "w8a8"),
-    ("gemma2", "float32", "w4a8"),
-]
+CASES = [("gemma2", "float32", "auto"), ("gpt_neox", "bfloat16", "w8a8"), ("gemma2", "float32", "w4a8")]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the emulated processor is an older x86")

@@ -215,21 +215,13 @@ UP = "model.layers.0.mlp.up_proj"
         ("gptq-4", remove(f"{UP}.scales"), rf"{UP}.qweight that has no scale {UP}.scales"),
         ("gptq-4", remove(f"{UP}.qzeros"), rf"{UP}.qweight that has no {UP}.qzeros"),
         ("gptq-order", remove(f"{UP}.g_idx"), rf"{UP}.qweight that has no {UP}.g_idx"),
-        (
-            "gptq-4",
-            replace(f"{UP}.g_idx", lambda each: each + 1),
-            rf"{UP}.g_idx that does not name one of",
-        ),
+        ("gptq-4", replace(f"{UP}.g_idx", lambda each: each + 1), rf"{UP}.g_idx that does not name one of"),
         (
             "gptq-4",
             replace(f"{UP}.qweight", lambda each: each.short()),
             rf"{UP}.qweight that is I16 instead of I32",
         ),
-        (
-            "gptq-4",
-            replace(f"{UP}.scales", lambda each: each[:1]),
-            rf"{UP}.scales that has the shape \(1, 9",
-        ),
+        ("gptq-4", replace(f"{UP}.scales", lambda each: each[:1]), rf"{UP}.scales that has the shape \(1, 9"),
         ("gptq-4", replace(f"{UP}.scales", lambda each: each.int()), rf"{UP}.scales that is torch.int32"),
         ("fp8-tensor", replace(f"{UP}.weight", lambda each: each.char()), rf"{UP}.weight that is I8, which"),
         ("awq", replace(f"{UP}.qzeros", lambda each: each[:, 1:]), rf"{UP}.qzeros that has the shape"),
@@ -280,10 +272,7 @@ def test_quantized_weights_without_a_configuration_are_refused(tmp_path: Path) -
         ({"quant_method": "awq"}, "quantization_config of config.json cannot be read: KeyError"),
         ({**FP8, "activation_scheme": "static"}, "activation_scheme static of fp8"),
         ({**FP8, "weight_block_size": [0, 1]}, "a block has"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "with bitsandbytes is not read",
-        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "with bitsandbytes is not read"),
         ({"load_in_8bit": True}, "with bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4 is not read"),
         ({"quant_method": "hqq"}, "with hqq"),
@@ -293,15 +282,9 @@ def test_quantized_weights_without_a_configuration_are_refused(tmp_path: Path) -
         (compressed("marlin-24"), "format marlin-24 of compressed-tensors"),
         (compressed("pack-quantized", num_bits=3), "num_bits 3 of compressed-tensors"),
         (compressed("float-quantized", {"dynamic": False}), "input_activations.dynamic False"),
-        (
-            {**compressed("dense"), "kv_cache_scheme": {"num_bits": 8}},
-            "kv_cache_scheme of compressed",
-        ),
+        ({**compressed("dense"), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of compressed"),
         ({**compressed("dense"), "transform_config": {"a": 1}}, "transform_config of compressed-tensors"),
-        (
-            {**compressed("dense"), "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparsity_config",
-        ),
+        ({**compressed("dense"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(configuration: dict[str, Any], message: str) -> None:

@@ -15,10 +15,7 @@ from tests.testing.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
 def make_checks(
-    num_blocks: int = 10,
-    max_model_len: int = 1000,
-    has_windows: bool = False,
-    can_rank_blocks: bool = True,
+    num_blocks: int = 10, max_model_len: int = 1000, has_windows: bool = False, can_rank_blocks: bool = True
 ) -> RequestChecks:
     tables = BlockTables(BlockPool(num_blocks), BLOCK_SIZE, block_hash)
     return RequestChecks(has_windows, tables, 4, max_model_len, can_rank_blocks)

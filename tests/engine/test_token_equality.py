@@ -14,13 +14,7 @@ from quire.engine.model.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
-from tests.testing.tiny_engine import (
-    BLOCK_SIZE,
-    RecordingRunner,
-    make_engine,
-    make_prompt,
-    run_in_order,
-)
+from tests.testing.tiny_engine import BLOCK_SIZE, RecordingRunner, make_engine, make_prompt, run_in_order
 from tests.testing.tiny_engine import make_request as make_any_request
 
 NUM_NEW = 64

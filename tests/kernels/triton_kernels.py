@@ -381,12 +381,7 @@ def test_offsets_pass_32_bits() -> None:
     slots = 2 * 8 + torch.arange(5)
     blocks.write_kv(key, value, kv_layer, slots, kv_scales)
     integers = partial(torch.tensor, dtype=torch.int32)
-    metadata = AttentionMetadata(
-        integers([[2]]),
-        integers([0, 5]),
-        integers([5]),
-        slots,
-    )
+    metadata = AttentionMetadata(integers([[2]]), integers([0, 5]), integers([5]), slots)
     near = Case(key, key, value, kv_layer[2:].clone(), kv_scales[2:], metadata)
     near = near._replace(metadata=metadata._replace(block_tables=integers([[0]])))
     assert near.kv_layer.any()

@@ -14,14 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.kvindex.block_hash import (
-    SHARED,
-    CacheScope,
-    block_hash,
-    block_hashes,
-    fingerprint,
-    root_hash,
-)
+from quire.kvindex.block_hash import SHARED, CacheScope, block_hash, block_hashes, fingerprint, root_hash
 from quire.kvindex.kv_layout import KvLayout
 
 DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "float32-1").descriptor()

@@ -78,12 +78,7 @@ class Setup:
     def pull(self, timeout: float = WAIT_SECONDS) -> BlockPull:
         holder = Holder(self.address, EPOCH)
         return BlockPull(
-            self.channels,
-            holder,
-            attempt_id="r",
-            layout=LAYOUT,
-            block_hashes=HASHES,
-            timeout=timeout,
+            self.channels, holder, attempt_id="r", layout=LAYOUT, block_hashes=HASHES, timeout=timeout
         )
 
     async def num_open(self) -> int:

@@ -69,10 +69,7 @@ class Setup:
 
     async def pull(self, lease_id: str, first_block: int, num_blocks: int) -> list[pb.PullResponse]:
         request = pb.PullRequest(
-            lease_id=lease_id,
-            first_block=first_block,
-            num_blocks=num_blocks,
-            transport=pb.TRANSPORT_MESSAGES,
+            lease_id=lease_id, first_block=first_block, num_blocks=num_blocks, transport=pb.TRANSPORT_MESSAGES
         )
         return [message async for message in self.stub.Pull(request)]
 

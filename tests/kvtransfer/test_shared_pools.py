@@ -30,12 +30,7 @@ from quire.kvtransfer.transports.pool_socket import (
 )
 from quire.kvtransfer.transports.shared import PeerPool, SharedPools
 from quire.protos import kvtransfer_pb2 as pb
-from tests.testing.transport_pair import (
-    SENDER_EPOCH,
-    WAIT_SECONDS,
-    Pair,
-    running_pair,
-)
+from tests.testing.transport_pair import SENDER_EPOCH, WAIT_SECONDS, Pair, running_pair
 from tests.testing.until import until
 
 FIRST_TOKEN = 42

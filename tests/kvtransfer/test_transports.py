@@ -52,10 +52,7 @@ FIRST_TOKEN = 42
 HAS_NIXL = find_spec("nixl_cu12") is not None
 NIXL = pytest.param(
     Transport.NIXL,
-    marks=[
-        pytest.mark.slow,
-        pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed"),
-    ],
+    marks=[pytest.mark.slow, pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")],
 )
 TRANSPORTS = (Transport.MESSAGES, Transport.SHARED, NIXL)
 
@@ -341,10 +338,7 @@ async def test_a_frame_that_is_not_right_is_refused(
 async def test_a_block_beyond_the_pool_is_refused(directory: Path, block_id: int) -> None:
     async with running_pair(directory) as pair:
         code, details = await _ending(pair, Transport.SHARED, range(1), block_id=block_id)
-        assert (code, details) == (
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "block 0 is not in the sender's pool",
-        )
+        assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "block 0 is not in the sender's pool")
 
 
 async def test_a_payload_where_a_place_was_agreed_is_refused(directory: Path) -> None:

@@ -36,9 +36,7 @@ def test_the_demo_model_still_answers(kv_cache_dtype: Literal["fp8", "int8"]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weight_dtype", ["w8a8", "w4a8", "int8", "int4"])
-def test_it_answers_with_quantized_weights(
-    weight_dtype: Literal["w8a8", "w4a8", "int8", "int4"],
-) -> None:
+def test_it_answers_with_quantized_weights(weight_dtype: Literal["w8a8", "w4a8", "int8", "int4"]) -> None:
     with LLM(dtype="float32", weight_dtype=weight_dtype, num_blocks=1024) as llm:
         assert num_right(answers(llm)) >= len(EXAMPLES) - 2
 

@@ -74,11 +74,7 @@ def answers(llm: LLM) -> list[Any]:
     ],
 )
 def test_any_number_of_ranks_gives_the_same_bits(
-    model: Callable[..., Path],
-    architecture: str,
-    overrides: dict[str, Any],
-    dtype: str,
-    num_ranks: int,
+    model: Callable[..., Path], architecture: str, overrides: dict[str, Any], dtype: str, num_ranks: int
 ) -> None:
     """Where 3 do not divide the 8 heads, ranks have unequal parts and send sums of several pieces.
 
@@ -107,11 +103,7 @@ def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path], monkeypatch:
     monkeypatch.setattr(SwapCost, "prefers_swap", lambda *_, **__: True)
     for num_ranks in (1, 2):
         with LLM(
-            str(folder),
-            dtype="float32",
-            num_blocks=24,
-            threads=1,
-            tensor_parallel_size=num_ranks,
+            str(folder), dtype="float32", num_blocks=24, threads=1, tensor_parallel_size=num_ranks
         ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert llm.stats().num_swapped > 0

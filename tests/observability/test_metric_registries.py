@@ -6,12 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from quire.observability.metric_docs import metrics_page, series
-from quire.observability.registries import (
-    RecordingRegistry,
-    described,
-    router_registry,
-    worker_registry,
-)
+from quire.observability.registries import RecordingRegistry, described, router_registry, worker_registry
 from quire.services.server.phases import Phase
 
 

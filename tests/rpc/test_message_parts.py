@@ -18,9 +18,7 @@ DESCRIPTOR: Any = pb.GenerateBatchRequest.DESCRIPTOR
 words = st.text("xy\x00", max_size=4)
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 chats = st.builds(
-    pb.Chat,
-    messages=st.lists(st.builds(pb.ChatMessage, role=words, content=words), max_size=4),
-    tools=words,
+    pb.Chat, messages=st.lists(st.builds(pb.ChatMessage, role=words, content=words), max_size=4), tools=words
 )
 generations = st.builds(
     pb.Generation,

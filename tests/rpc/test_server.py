@@ -25,14 +25,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.rpc.health import STARTING, Health
-from quire.rpc.server import (
-    Draining,
-    GrpcServer,
-    Service,
-    Stop,
-    grpc_server,
-    serve_until_signal,
-)
+from quire.rpc.server import Draining, GrpcServer, Service, Stop, grpc_server, serve_until_signal
 from quire.services.server.log import configure_logging, get_logger
 from tests.testing.rpc_errors import error_of
 from tests.testing.until import until

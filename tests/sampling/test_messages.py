@@ -84,11 +84,7 @@ def test_only_fields_that_are_set_are_values() -> None:
         sampling=pb.SamplingParams(temperature=0.0, seed=0), response=pb.ResponseOptions(logprobs=0)
     )
     assert values_from_proto(SamplingParams, pb.Generation()) == {}
-    assert values_from_proto(SamplingParams, generation) == {
-        "temperature": 0.0,
-        "seed": 0,
-        "num_logprobs": 0,
-    }
+    assert values_from_proto(SamplingParams, generation) == {"temperature": 0.0, "seed": 0, "num_logprobs": 0}
     assert values_from_proto(ResponseOptions, generation) == {"logprobs": 0}
 
 

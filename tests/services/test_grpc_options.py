@@ -66,9 +66,7 @@ class LateReceiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
 
 
 @pytest.mark.slow
-async def test_a_push_can_wait_for_credit_longer_than_three_pings(
-    hastened_pings: None,
-) -> None:
+async def test_a_push_can_wait_for_credit_longer_than_three_pings(hastened_pings: None) -> None:
     service = Service(
         kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
         LateReceiver(),

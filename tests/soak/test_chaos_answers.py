@@ -7,15 +7,7 @@ import grpc.aio
 
 from quire.protos import inference_pb2 as pb
 from tests.soak.chaos.answers import add_message, difference
-from tests.soak.chaos.load import (
-    DEADLINE,
-    LATE,
-    LOST,
-    ROUTER_GONE,
-    Sent,
-    draw_request,
-    outcome_of_error,
-)
+from tests.soak.chaos.load import DEADLINE, LATE, LOST, ROUTER_GONE, Sent, draw_request, outcome_of_error
 
 
 def answer(*token_ids: int, text: str = "ab", logprob: float = -0.5) -> pb.GenerateResponse:

@@ -117,12 +117,7 @@ async def chromium(folder: Path) -> AsyncIterator[Page]:
     assert PROGRAM is not None
     # Its children may outlive it for a moment: they would hold a pipe open.
     process = await asyncio.create_subprocess_exec(
-        PROGRAM,
-        f"--user-data-dir={folder}",
-        *OPTIONS,
-        stdout=DEVNULL,
-        stderr=DEVNULL,
-        start_new_session=True,
+        PROGRAM, f"--user-data-dir={folder}", *OPTIONS, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True
     )
     told = folder / "DevToolsActivePort"
     try:

@@ -13,10 +13,7 @@ import pytest
 from grpc_status import rpc_status
 
 from quire.protos import inference_pb2 as pb
-from quire.protos.inference_pb2_grpc import (
-    GenerationServiceServicer,
-    add_GenerationServiceServicer_to_server,
-)
+from quire.protos.inference_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from quire.rpc.errors import ServiceError, to_status
 
 WAIT_SECONDS = 10.0

@@ -77,11 +77,7 @@ def _stack_config(base: int, disk: str) -> LocalStackConfig:
         num_prefill=2,
         num_decode=2,
         router=RouterConfig(
-            port=0,
-            http_port=0,
-            metrics_port=base,
-            copy_answers=True,
-            slo=SloTargets(ttft_ms=250, tpot_ms=25),
+            port=0, http_port=0, metrics_port=base, copy_answers=True, slo=SloTargets(ttft_ms=250, tpot_ms=25)
         ),
         worker=WorkerConfig(
             role="decode",

@@ -110,10 +110,7 @@ def output(sequence: Sequence) -> list[int]:
 def run_mixed(model: LoadedModel, kv_cache_dtype: str, block_size: int = 16) -> list[object]:
     """Return the tokens and logprobs of requests that share steps, and of the prompts of some of them."""
     # Without logprobs of prompts, a step needs the logits of one token of each sequence.
-    return [
-        *_run_mixed(model, kv_cache_dtype, block_size, 2),
-        *_run_mixed(model, kv_cache_dtype, block_size),
-    ]
+    return [*_run_mixed(model, kv_cache_dtype, block_size, 2), *_run_mixed(model, kv_cache_dtype, block_size)]
 
 
 def _run_mixed(

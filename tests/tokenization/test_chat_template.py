@@ -31,11 +31,7 @@ ESCAPES = [
     "{{ '%s'.format.__self__.__class__ }}",
     "{{ '{0.__class__.__mro__}'.format(messages) }}",
 ]
-CHANGES = [
-    "{{ messages.append(1) }}",
-    "{{ messages[0].update(role='system') }}",
-    "{{ messages.clear() }}",
-]
+CHANGES = ["{{ messages.append(1) }}", "{{ messages[0].update(role='system') }}", "{{ messages.clear() }}"]
 
 
 @pytest.mark.parametrize("content", INJECTIONS)

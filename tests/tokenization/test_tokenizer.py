@@ -115,11 +115,7 @@ def test_several_ids_have_the_text_of_each_in_turn(
     assert "".join(fed(tokenizer, token_ids, cuts, skip=skip)) == whole
 
 
-@given(
-    parts=st.lists(pieces, max_size=20),
-    cuts=st.lists(st.integers(0, 80), max_size=8),
-    skip=st.booleans(),
-)
+@given(parts=st.lists(pieces, max_size=20), cuts=st.lists(st.integers(0, 80), max_size=8), skip=st.booleans())
 def test_several_ids_of_byte_fallback_have_the_text_of_each_in_turn(
     byte_fallback: Tokenizer, parts: list[list[int]], cuts: list[int], skip: bool
 ) -> None:

@@ -18,12 +18,7 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.scheduling.transfers import Transfers
 from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.kvindex.kv_layout import KvLayout, KvShape
-from quire.kvtransfer.errors import (
-    BadBlockError,
-    DigestMismatchError,
-    StaleAttemptError,
-    UnknownTicketError,
-)
+from quire.kvtransfer.errors import BadBlockError, DigestMismatchError, StaleAttemptError, UnknownTicketError
 from quire.kvtransfer.frame import Frame, digest
 from quire.protos import kvtransfer_pb2 as pb
 from quire.rpc.errors import Aborted

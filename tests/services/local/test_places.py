@@ -134,8 +134,7 @@ def test_a_place_describes_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, True), ({"threads": 2}, False), ({"tensor_parallel_size": 2}, False)],
+    ("settings", "expected"), [({}, True), ({"threads": 2}, False), ({"tensor_parallel_size": 2}, False)]
 )
 def test_workers_with_chosen_threads_lend_nothing(settings: dict[str, Any], expected: bool) -> None:
     configs = [WorkerConfig(role="prefill"), WorkerConfig(role="decode", **settings)]

@@ -12,13 +12,7 @@ import pytest
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.routing.placement import PolicyConfig
-from quire.rpc.errors import (
-    Aborted,
-    Internal,
-    InvalidArgument,
-    ServiceError,
-    Unavailable,
-)
+from quire.rpc.errors import Aborted, Internal, InvalidArgument, ServiceError, Unavailable
 from quire.services.server.phases import Phase
 from tests.testing.fake_worker import PROMPT, generation, ids_of, stream, text_of
 from tests.testing.rpc_errors import error_of

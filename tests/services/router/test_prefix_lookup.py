@@ -61,12 +61,7 @@ async def test_full_blocks_are_hashed_in_their_scope(is_long: bool, monkeypatch:
 
 @pytest.mark.parametrize(
     ("index", "num_tokens", "expected"),
-    [
-        (Index({}), 11, {}),
-        (Index(None), 11, None),
-        (None, 11, None),
-        (Index(None), BLOCK_SIZE - 1, {}),
-    ],
+    [(Index({}), 11, {}), (Index(None), 11, None), (None, 11, None), (Index(None), BLOCK_SIZE - 1, {})],
 )
 async def test_no_holders_differ_from_no_answer(
     index: Index | None, num_tokens: int, expected: dict[str, int] | None

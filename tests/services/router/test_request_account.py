@@ -30,9 +30,7 @@ BLOCK_SIZE = 16
 NUM_TOKENS = 160
 HASHES = [bytes([index]) * 16 for index in range(NUM_TOKENS // BLOCK_SIZE)]
 WORKER = Worker(
-    "d:1",
-    worker_pb2.GetWorkerInfoResponse(worker_id="d", role="decode"),
-    cast(WorkerConnection, None),
+    "d:1", worker_pb2.GetWorkerInfoResponse(worker_id="d", role="decode"), cast(WorkerConnection, None)
 )
 
 

@@ -34,10 +34,7 @@ class SilentWorker(StreamingWorker):
 
     async def GetWorkerInfo(self, request: Any, context: Any) -> worker_pb2.GetWorkerInfoResponse:
         return worker_pb2.GetWorkerInfoResponse(
-            worker_id="silent",
-            role="prefill",
-            epoch="1",
-            layout=kvtransfer_pb2.KvLayout(block_size=4),
+            worker_id="silent", role="prefill", epoch="1", layout=kvtransfer_pb2.KvLayout(block_size=4)
         )
 
     async def _wait(self, request: Any, context: Any) -> None:
@@ -113,10 +110,7 @@ async def test_a_worker_call_whose_channel_is_closed_ends(
     silent: tuple[SilentWorker, Worker, WorkerSet], spawned: Spawned
 ) -> None:
     servicer, worker, _ = silent
-    async with (
-        asyncio.timeout(10),
-        WorkerCalls("r", 0, spawned.spawn, free_charge()) as calls,
-    ):
+    async with asyncio.timeout(10), WorkerCalls("r", 0, spawned.spawn, free_charge()) as calls:
         calls.start(worker, worker.stub.Decode(worker_pb2.DecodeRequest()))
         await calls.next()
         await servicer.begun.wait()

@@ -177,10 +177,7 @@ async def an_older_replica(server: Server, cluster: Any, stack: AsyncExitStack) 
 
 @pytest.mark.parametrize(
     "breaks",
-    [
-        *(flushed, restarted_empty, away, read_only, refusing_workers, out_of_memory, paused),
-        an_older_replica,
-    ],
+    [*(flushed, restarted_empty, away, read_only, refusing_workers, out_of_memory, paused), an_older_replica],
 )
 async def test_requests_continue_and_leases_are_renewed(
     breaks: Callable[[Server, Any, AsyncExitStack], Awaitable[None]], server: Server, cluster: Any

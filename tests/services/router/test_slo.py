@@ -50,9 +50,7 @@ def test_each_request_counts_once_unless_the_client_ended_it(
         return
     has_met_ttft = ttft is not None and ttft <= TTFT
     has_met_tpot = (tpot is None or tpot <= TPOT) and code == "OK"
-    assert setup.counted() == [
-        ("met" if has_met_ttft else "missed", "met" if has_met_tpot else "missed"),
-    ]
+    assert setup.counted() == [("met" if has_met_ttft else "missed", "met" if has_met_tpot else "missed")]
 
 
 @pytest.mark.parametrize("target", ["ttft", "tpot"])

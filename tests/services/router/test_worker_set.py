@@ -259,10 +259,7 @@ async def test_workers_that_serve_stay_without_their_leases(cluster: Any, make_s
     membership.current = []
     await workers.refresh()
     assert ids_of(workers) == ["d0"]
-    assert {each.worker_id: each.health.is_draining for each in workers.all()} == {
-        "d0": False,
-        "d1": True,
-    }
+    assert {each.worker_id: each.health.is_draining for each in workers.all()} == {"d0": False, "d1": True}
     assert not workers.live("decode")[0].health.is_unhealthy
     drained.is_draining = False
     membership.current = [Member(worker.server.address, worker.epoch) for worker in added]
@@ -298,11 +295,7 @@ async def test_calls_of_a_worker_that_falls_silent_end(cluster: Any, make_set: A
     membership = ScriptedMembership(Member(worker.server.address, "1"))
     workers = make_set(membership, silent_seconds=0.3)
     live = await joined(workers)
-    async with (
-        asyncio.timeout(10),
-        background() as spawn,
-        WorkerCalls("r", 0, spawn, free_charge()) as calls,
-    ):
+    async with asyncio.timeout(10), background() as spawn, WorkerCalls("r", 0, spawn, free_charge()) as calls:
         with workers.dispatched(live):
             await decoding(calls, live)
             worker.answers_probes.clear()
@@ -346,11 +339,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
     membership = ScriptedMembership(Member(stalled.server.address, "1"))
     workers = make_set(membership)
     live = await joined(workers, role)
-    async with (
-        asyncio.timeout(10),
-        background() as spawn,
-        WorkerCalls("r", 0, spawn, free_charge()) as calls,
-    ):
+    async with asyncio.timeout(10), background() as spawn, WorkerCalls("r", 0, spawn, free_charge()) as calls:
         with workers.dispatched(live):
             await decoding(calls, live)
             stalled.is_stalled = True
@@ -359,10 +348,7 @@ async def test_a_stalled_engine_is_set_aside_where_others_can_take_over(
             next_event = asyncio.create_task(calls.next())
             await asyncio.wait([next_event], timeout=0.1)
             assert not next_event.done()
-            membership.current = [
-                Member(stalled.server.address, "1"),
-                Member(other.server.address, "1"),
-            ]
+            membership.current = [Member(stalled.server.address, "1"), Member(other.server.address, "1")]
             await workers.refresh()
             await workers.ask_busy()
             event = await next_event

@@ -30,7 +30,4 @@ def test_only_the_last_piece_has_the_digest_of_all(num_bytes: int, monkeypatch: 
     sent = list(pieces(archive))
     assert b"".join(each.data for each in sent) == archive
     assert all(0 < len(each.data) <= 4 for each in sent)
-    assert [each.sha256 for each in sent] == [
-        *[""] * (len(sent) - 1),
-        hashlib.sha256(archive).hexdigest(),
-    ]
+    assert [each.sha256 for each in sent] == [*[""] * (len(sent) - 1), hashlib.sha256(archive).hexdigest()]

@@ -41,12 +41,7 @@ def test_a_worker_that_strangers_reach_needs_a_secret_or_certificates(host: str)
         WorkerConfig(role="decode", host=host, advertise="10.0.0.5:9000")
     cert, key, ca = Path("cert"), Path("key"), Path("ca")
     config = WorkerConfig(
-        role="decode",
-        host=host,
-        advertise="10.0.0.5:9000",
-        cluster_cert=cert,
-        cluster_key=key,
-        cluster_ca=ca,
+        role="decode", host=host, advertise="10.0.0.5:9000", cluster_cert=cert, cluster_key=key, cluster_ca=ca
     )
     assert config.cluster_tls == TlsFiles(cert, key, ca)
 

@@ -6,22 +6,11 @@ import grpc
 import pytest
 
 from quire.engine.engine_thread import EngineFailedError, EngineStoppedError
-from quire.engine.errors import (
-    KvBudgetError,
-    NoTokenLeftError,
-    RequestFailedError,
-    RequestTooLongError,
-)
+from quire.engine.errors import KvBudgetError, NoTokenLeftError, RequestFailedError, RequestTooLongError
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.structured_output.grammar import FormatFailedError
 from quire.kvtransfer.errors import PushFailedError
-from quire.rpc.errors import (
-    ENGINE_FAILED,
-    NO_TOKEN_LEFT,
-    REQUEST_FAILED,
-    InvalidArgument,
-    ServiceError,
-)
+from quire.rpc.errors import ENGINE_FAILED, NO_TOKEN_LEFT, REQUEST_FAILED, InvalidArgument, ServiceError
 from quire.sampling.params import BeamParams, SamplingParams
 from quire.services.worker.requests.engine_errors import known_errors
 

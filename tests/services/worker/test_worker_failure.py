@@ -90,10 +90,7 @@ def running_worker(
 
 @pytest.mark.parametrize(
     ("defect", "details", "event"),
-    [
-        ("fail_later", "out of memory", "the engine failed and stops"),
-        ("hang", "is stuck", "engine_stuck"),
-    ],
+    [("fail_later", "out of memory", "the engine failed and stops"), ("hang", "is stuck", "engine_stuck")],
 )
 def test_a_broken_engine_ends_the_worker(defect: str, details: str, event: str) -> None:
     with running_worker(defect, max_step_seconds=1.0) as worker:

@@ -14,12 +14,7 @@ from quire.engine.structured_output.grammar_compile import compile_format
 from quire.models.source import demo_model_path
 from quire.sampling.output_format import OutputFormat
 from quire.tokenization.answers.argument_grammar import UnsupportedSchemaError
-from quire.tokenization.answers.call_grammar import (
-    CallRules,
-    Tool,
-    call_grammar,
-    grammar_after_reasoning,
-)
+from quire.tokenization.answers.call_grammar import CallRules, Tool, call_grammar, grammar_after_reasoning
 from quire.tokenization.answers.formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -98,9 +93,7 @@ FAMILIES = {
     ),
     "llama": Family(LLAMA_JSON, JSON_CALL.replace("arguments", "parameters"), ("<|python_tag|>",)),
     "pythonic": Family(
-        LLAMA_PYTHON,
-        '[weather(city="Rome", days=2)]',
-        ("<|python_start|>", "<|python_end|>"),
+        LLAMA_PYTHON, '[weather(city="Rome", days=2)]', ("<|python_start|>", "<|python_end|>")
     ),
     "mistral": Family(MISTRAL_LIST, f"[TOOL_CALLS] [{JSON_CALL}]", ("[TOOL_CALLS]",)),
     "mistral 11": Family(

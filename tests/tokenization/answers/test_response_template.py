@@ -28,9 +28,7 @@ KNOWN: dict[str, tuple[dict[str, Any], CallFormat]] = {
             "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
             "close_pattern": r"</function>\s*</tool_call>",
             "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-            },
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
         },
         formats.QWEN_CODER,
     ),

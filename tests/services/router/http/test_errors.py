@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quire.rpc.errors import (
-    REQUEST_FAILED,
-    SUSPECTED,
-    Internal,
-    InvalidArgument,
-    ServiceError,
-    Unavailable,
-)
+from quire.rpc.errors import REQUEST_FAILED, SUSPECTED, Internal, InvalidArgument, ServiceError, Unavailable
 from quire.services.router.http.openai.requests import CompletionRequest
 from quire.services.router.http.shared.errors import (
     field_name,

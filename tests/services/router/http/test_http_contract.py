@@ -178,12 +178,8 @@ FIELDS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ),
         ({"response_format": {"type": "y" * 999}}, "response_format", "y…"),
     ],
-    "/tokenize": [
-        ({"prompt": None}, "prompt", "or messages"),
-    ],
-    "/detokenize": [
-        ({"tokens": [320]}, "tokens[0]", "below 320"),
-    ],
+    "/tokenize": [({"prompt": None}, "prompt", "or messages")],
+    "/detokenize": [({"tokens": [320]}, "tokens[0]", "below 320")],
 }
 
 

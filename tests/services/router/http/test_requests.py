@@ -22,13 +22,7 @@ def completion(**values: Any) -> CompletionRequest:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [
-        ("a", ["a"]),
-        ("", [""]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ],
+    [("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
 )
 def test_a_prompt_has_one_of_four_forms(prompt: Any, prompts: list[Any]) -> None:
     assert completion(prompt=prompt).prompts == prompts

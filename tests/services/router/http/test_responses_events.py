@@ -128,7 +128,7 @@ AFTER = {
         *("custom_tool_call_input.delta", "custom_tool_call_input.done"),
     },
     "content_part.added": {
-        *("output_text.delta", "output_text.done", "reasoning_text.delta", "reasoning_text.done"),
+        *("output_text.delta", "output_text.done", "reasoning_text.delta", "reasoning_text.done")
     },
     "output_text.delta": {"output_text.delta", "output_text.done"},
     "reasoning_text.delta": {"reasoning_text.delta", "reasoning_text.done"},
@@ -179,7 +179,7 @@ async def test_the_events_of_an_answer_with_every_kind_of_item() -> None:
     check(events)
     final = events[-1]["response"]
     assert [item["type"] for item in final["output"]] == [
-        *("reasoning", "message", "function_call", "custom_tool_call", "function_call"),
+        *("reasoning", "message", "function_call", "custom_tool_call", "function_call")
     ]
     reasoning, message, call, patch, read = final["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": ANSWER[0][1]}]

@@ -162,7 +162,7 @@ def test_the_request_of_codex_is_accepted() -> None:
     ]
     assert [each.get("strict") for each in functions] == [None, True, True, None]
     assert functions[0] == {
-        **{name: CODEX["tools"][0][name] for name in ("name", "description", "parameters")},
+        **{name: CODEX["tools"][0][name] for name in ("name", "description", "parameters")}
     }
     assert json.loads(sent.chat.template_arguments) == {"reasoning_effort": "medium", "verbosity": "low"}
     assert sent.response.parse
@@ -172,13 +172,7 @@ def test_the_answer_to_codex_has_the_fields_of_its_request() -> None:
     response = writer(CODEX).whole([])
     written = json.loads(to_json(response))
     assert written["tools"] == [*CODEX["tools"][:4], {"type": "web_search", "external_web_access": False}]
-    for name in (
-        "tool_choice",
-        "parallel_tool_calls",
-        "reasoning",
-        "prompt_cache_key",
-        "instructions",
-    ):
+    for name in ("tool_choice", "parallel_tool_calls", "reasoning", "prompt_cache_key", "instructions"):
         assert written[name] == CODEX[name]
     assert written["text"] == {"format": {"type": "text"}, "verbosity": "low"}
     assert written["store"] is False
@@ -345,8 +339,7 @@ def test_unsupported_fields_of_responses_are_refused_by_name(fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [("GET", "r1"), ("DELETE", "r1"), ("POST", "r1/cancel"), ("GET", "r1/input_items")],
+    ("method", "path"), [("GET", "r1"), ("DELETE", "r1"), ("POST", "r1/cancel"), ("GET", "r1/input_items")]
 )
 async def test_no_earlier_answer_is_found(http: ClientSession, method: str, path: str) -> None:
     async with http.request(method, f"/v1/responses/{path}", json={}) as response:
