@@ -21,6 +21,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from quire.services.local.redis_process import RedisProcess
 from quire.tokenization.tokenizer import Tokenizer
 from tests.testing.manual_clock import ManualClock
 
@@ -78,6 +79,13 @@ def _num_threads() -> Iterator[None]:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisProcess]:
+    """Run a Redis for the tests of one file."""
+    with RedisProcess() as process:
+        yield process
 
 
 @pytest.fixture

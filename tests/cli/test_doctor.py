@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -19,12 +19,6 @@ from quire.services.local.redis_process import RedisProcess
 Quire = Callable[..., Result]
 FREE = ("--port", "0", "--metrics-port", "0")
 """Ports that no other process on this machine may have."""
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with RedisProcess() as process:
-        yield process
 
 
 def line_of(result: Result, subject: str) -> str:

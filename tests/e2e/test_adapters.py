@@ -144,7 +144,7 @@ async def test_adapters_are_models_of_the_http_api(cluster: RunningStack, adapte
             assert response.status == 404
 
 
-async def test_formats_samples_and_beams_work_with_adapters(cluster: RunningStack) -> None:
+async def test_a_format_works_with_an_adapter(cluster: RunningStack) -> None:
     async with connect(cluster) as (client, _):
         answer = await client.generate(
             make_prompt(30), model="adapter-0", regex="[ab]{5}", max_tokens=20, temperature=0.0

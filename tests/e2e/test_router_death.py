@@ -79,12 +79,6 @@ class RouterProcess:
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with RedisProcess() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def stack(start_stack: StartStack, redis: RedisProcess) -> Iterator[RunningStack]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from quire.routing.history import PrefixHistory
 from quire.routing.placement import (
     IN_FLIGHT_SECONDS,
     PREFILL_TOKENS_PER_SECOND,
@@ -21,7 +20,7 @@ from quire.routing.placement import (
 )
 from quire.routing.policy import CandidateWorker
 from quire.routing.pulls import Blocks
-from quire.routing.rates import HALF_LIFE_SECONDS, Rates
+from quire.routing.rates import HALF_LIFE_SECONDS
 from tests.testing.manual_clock import ManualClock
 
 BLOCKS = Blocks(16, 1 << 20)
@@ -73,64 +72,6 @@ def cluster(clock: ManualClock) -> Cluster:
 def apart(clock: ManualClock) -> Cluster:
     """Return a cluster whose decode worker computes no prompts."""
     return Cluster(clock, local_prefill_tokens=0)
-
-
-# --- rates --------------------------------------------------------------------------------------------------
-
-
-def test_a_rate_follows_what_is_measured_and_large_work_counts_more(clock: ManualClock) -> None:
-    rates = Rates(5.0, clock)
-    assert rates.get("a") == 5.0
-    rates.add("a", 10.0, 1.0)
-    assert rates.get("a") == pytest.approx(10.0)
-    rates.add("a", 2000.0, 100.0)
-    assert rates.get("a") == pytest.approx(20.0, rel=0.02)
-    assert rates.get("b") == pytest.approx(20.0, rel=0.02)
-
-
-def test_a_slow_worker_is_forgiven_with_time(clock: ManualClock) -> None:
-    rates = Rates(5.0, clock)
-    for _ in range(20):
-        rates.add("fast", 100.0, 1.0)
-        rates.add("slow", 1.0, 0.1)
-    assert rates.get("slow") == pytest.approx(10.0, rel=0.1)
-    clock.now += 10 * HALF_LIFE_SECONDS
-    assert rates.get("slow") > 70.0
-    rates.forget("slow")
-    assert rates.get("slow") == rates.get("unknown")
-
-
-def test_an_unusual_measurement_does_not_change_the_rate_of_the_others(clock: ManualClock) -> None:
-    rates = Rates(100.0, clock)
-    rates.add("a", 1.0, 1.0, is_usual=False)
-    assert rates.get("a") == pytest.approx(1.0, rel=0.3)
-    assert rates.get("b") == 100.0
-
-
-# --- history ------------------------------------------------------------------------------------------------
-
-
-def test_a_history_knows_the_common_beginning_for_a_while(clock: ManualClock) -> None:
-    history = PrefixHistory(clock)
-    history.note("a", hashes(0, 10), 100)
-    assert history.num_cached("a", hashes(0, 6) + hashes(1, 5), 1.0) == 6
-    assert history.num_cached("a", hashes(0), 1.0) == 10
-    assert history.num_cached("a", hashes(1), 1.0) == history.num_cached("b", hashes(0), 1.0) == 0
-    assert history.num_cached("a", [], 1.0) == 0
-    clock.now += 2.0
-    history.note("a", hashes(0, 3), 100)
-    assert history.num_cached("a", hashes(0), 1.0) == 3
-    assert history.num_cached("a", hashes(0), 3.0) == 10
-    history.forget("a")
-    assert history.num_cached("a", hashes(0), 3.0) == 0
-
-
-def test_a_history_forgets_the_oldest_leaves_first(clock: ManualClock) -> None:
-    history = PrefixHistory(clock)
-    history.note("a", hashes(0, 10), 12)
-    history.note("a", hashes(1, 6), 12)
-    assert history.num_cached("a", hashes(0), 1.0) == 6
-    assert history.num_cached("a", hashes(1), 1.0) == 6
 
 
 # --- placing ------------------------------------------------------------------------------------------------

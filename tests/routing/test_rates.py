@@ -72,3 +72,15 @@ def test_an_unusual_piece_counts_only_for_its_own_worker() -> None:
     assert rates.get("a") < INITIAL / 2
     rates.forget("a")
     assert rates.get("a") == INITIAL
+
+
+def test_a_slow_worker_is_forgiven_with_time(clock: ManualClock) -> None:
+    rates = Rates(5.0, clock)
+    for _ in range(20):
+        rates.add("fast", 100.0, 1.0)
+        rates.add("slow", 1.0, 0.1)
+    assert rates.get("slow") == pytest.approx(10.0, rel=0.1)
+    clock.now += 10 * HALF_LIFE_SECONDS
+    assert rates.get("slow") > 70.0
+    rates.forget("slow")
+    assert rates.get("slow") == rates.get("unknown")

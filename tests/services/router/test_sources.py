@@ -22,12 +22,6 @@ PROMPT = list(range(20))
 DESCRIPTOR = b"tiny"
 
 
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with RedisProcess() as process:
-        yield process
-
-
 @pytest.fixture
 def closed_url() -> Iterator[str]:
     """Return the address of a port at which nothing listens."""

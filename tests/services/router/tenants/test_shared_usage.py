@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -25,14 +25,6 @@ from quire.services.router.tenants.shared_usage import FLUSH_SECONDS, SharedUsag
 from tests.testing.until import until
 
 WAIT_SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisProcess]:
-    with ExitStack() as stack:
-        server = RedisProcess()
-        stack.callback(server.stop)
-        yield server
 
 
 class Routers:
