@@ -102,6 +102,7 @@ def _check_memory(config: WorkerConfig, num_workers: int) -> Iterator[Finding]:
     import torch
 
     from quire.engine.pool_memory import CPU_KV_BYTES
+    from quire.engine.runner.processors import read_cores
 
     folder = Path(config.model_path)
     files = [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
@@ -118,9 +119,13 @@ def _check_memory(config: WorkerConfig, num_workers: int) -> Iterator[Finding]:
     blocks = 0 if config.num_blocks else config.kv_memory_bytes or CPU_KV_BYTES
     if torch.cuda.is_available():
         weights = blocks = 0  # both are in the GPU's memory, of which the pool takes a share
-    needed = num_workers * (weights + blocks + config.swap_space_bytes + config.host_cache_bytes)
+    # The workers of a NUMA node share their weights, except the ranks of a divided model.
+    num_nodes = len({core.node for core in read_cores(os.sched_getaffinity(0))})
+    num_copies = num_workers if config.tensor_parallel_size > 1 else min(num_workers, num_nodes)
+    own = blocks + config.swap_space_bytes + config.host_cache_bytes
+    needed = num_copies * weights + num_workers * own
     total, free = ControlGroups().memory_bytes(), _available_bytes()
-    text = f"{num_workers} x (weights and blocks) need {needed >> 20} MiB"
+    text = f"{num_copies} x weights and {num_workers} x blocks need {needed >> 20} MiB"
     if config.num_blocks:
         text += f" and {config.num_blocks} blocks each, whose size the model decides"
     remedy = "lower --kv-memory, --swap-memory or --host-cache, start fewer workers, or add memory"

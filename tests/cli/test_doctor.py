@@ -12,7 +12,9 @@ import pytest
 import trustme
 from typer.testing import Result
 
+from quire.engine.runner import processors
 from quire.engine.runner.control_groups import ControlGroups
+from quire.engine.runner.processors import Core
 from quire.services.doctor import machine, surroundings
 from quire.services.local.redis_process import RedisProcess
 
@@ -109,7 +111,15 @@ def test_memory_that_does_not_suffice_is_a_problem(quire: Quire, monkeypatch: py
     monkeypatch.setattr(ControlGroups, "memory_bytes", lambda self: 1 << 30)
     result = quire("doctor", "decode", "--kv-memory", "2GiB")
     assert result.exit_code == 1
-    assert line_of(result, "memory").startswith("problem memory 1 x (weights and blocks) need 2")
+    assert line_of(result, "memory").startswith("problem memory 1 x weights and 1 x blocks need 2")
+
+
+def test_workers_of_one_node_share_weights(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [Core(0, 0, 0, first, (first,)) for first in range(2)]
+    monkeypatch.setattr(processors, "read_cores", lambda *_: cores)
+    workers = ("doctor", "serve", *FREE, "--prefill", "2", "--decode", "2")
+    assert "1 x weights and 4 x blocks" in line_of(quire(*workers), "memory")
+    assert "4 x weights and 4 x blocks" in line_of(quire(*workers, "--tensor-parallel-size", "2"), "memory")
 
 
 def test_a_folder_without_a_model_is_a_problem(quire: Quire, tmp_path: Path) -> None:
