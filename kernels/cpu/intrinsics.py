@@ -84,15 +84,23 @@ def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a part of a kernel. It is inlined, so that loops over its constant arguments are unrolled.
 
-    LLVM may not reorder or fuse operations, since the result would depend on the width of vectors.
+    LLVM inlines it: Numba would copy and type the part again for each call, which takes twice as long. LLVM
+    may not reorder or fuse operations, since the result would depend on the width of vectors.
     """
-    part: Callable[..., Any] = njit(inline="always")(function)
-    return part
+    return _part(function, forceinline=True)
 
 
 def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a part of a kernel whose sums are computed in the order of the source code."""
-    part: Callable[..., Any] = njit(error_model="numpy")(function)
+    return _part(function)
+
+
+def _part(function: Callable[..., Any], **options: bool) -> Callable[..., Any]:
+    """Compile a function that only kernels call; a call from Python would end the process."""
+    jit: Any = njit  # its declared type lacks some of the options
+    part: Callable[..., Any] = jit(
+        error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
+    )(function)
     return part
 
 

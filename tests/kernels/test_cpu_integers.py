@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding, ir
+from numba import njit
 
 from quire.kernels.cpu.integer_product import (
     MOST_INPUTS,
@@ -119,6 +120,7 @@ def test_the_machine_code_of_four_bits(name: str) -> None:
 def test_the_kernel_of_a_processor_with_vnni_but_without_avx512(tmp_path: Path, stored: str) -> None:
     program = f"""
 from llvmlite import binding
+from numba import njit
 
 features = dict.fromkeys("{PROCESSORS["Alder Lake"][1]}".split(), True)
 binding.get_host_cpu_features = lambda: features
@@ -261,19 +263,27 @@ def test_weights_are_the_nearest_of_255_steps() -> None:
     assert torch.equal(packed.rows(torch.tensor([69, 0])), packed.unpack()[[69, 0]])
 
 
+def _encode(row: int, integers: int, groups: int, length: int) -> None:
+    encode_integers(row, integers, length)
+    encode_groups(row, groups, length)
+
+
+# Only compiled functions can call the parts of kernels.
+compiled_encode: Any = njit(_encode)
+
+
 @given(seed=st.integers(0, 10_000), spoilt=st.sampled_from([1.0, 0.0, 1e-38, torch.nan, torch.inf]))
 def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) -> None:
     # Values of bfloat16 are often halfway between two integers.
     row = torch.randn(64, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
     row[seed % 64] *= spoilt
     target = np.zeros(ROW_HEADER + len(row), np.uint8)
-    encode_integers(row.data_ptr(), target.ctypes.data, len(row))
+    groups = np.zeros((2, OPERAND_BYTES), np.uint8)
+    compiled_encode(row.data_ptr(), target.ctypes.data, groups.ctypes.data, len(row))
     expected = quantize_to_integers(torch.ones((1, len(row)))).operands(row[None])[0].numpy()
     assert np.array_equal(target[ROW_HEADER:], expected[ROW_HEADER:])
     scales = target[:4].view(np.float32), expected[:4].view(np.float32)
     assert np.array_equal(*scales, equal_nan=True)
-    groups = np.zeros((2, OPERAND_BYTES), np.uint8)
-    encode_groups(row.data_ptr(), groups.ctypes.data, len(row))
     operands = quantize(torch.ones((1, len(row))), "w4a8").operands(row[None]).numpy().reshape(2, -1)
     assert np.array_equal(groups[:, :GROUP], operands[:, :GROUP])
     own, expected_own = (each[:, GROUP : GROUP + 4].copy().view(np.float32) for each in (groups, operands))
