@@ -31,6 +31,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
 
 logger = logging.getLogger(__name__)
@@ -109,14 +110,21 @@ class _KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return a stored kernel; None if there is none and no other process is compiling the function."""
-        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        # ``FunctionCache`` also lets Numba learn all the functions that it can compile, which takes 0.3 s.
+        rtsys.initialize(target_context)
+        found = self._load(sig, target_context)
         if found is not None:
             return found
         self._turn = self._wait_for_turn()
-        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        found = self._load(sig, target_context)
         if found is not None:
             self._end_turn()
         return found
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        return None  # after an error
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Store a kernel; if that fails, the next process compiles it again."""
