@@ -340,7 +340,7 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
                 value = builder.load(builder.gep(base, [index]))
                 builder.store(value, builder.gep(lanes, [builder.sub(index, num_whole)]))
             add(builder.load(rest))
-        return _fold(builder, builder.load(sums), builder.fadd)
+        return fold(builder, builder.load(sums), builder.fadd)
 
     return types.float32(types.int64, types.int64, types.float32, power), codegen
 
@@ -386,15 +386,15 @@ def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, hi
                 builder.store(builder.fadd(builder.load(total), builder.fpext(kept, double)), total)
                 builder.store(builder.sub(builder.load(counts), builder.sext(is_in, integers)), counts)
         total = builder.fadd(builder.load(sums[0]), builder.load(sums[1]))
-        number = _fold(builder, builder.load(counts), builder.add)
-        results = [builder.sext(number, _INT64), _fold(builder, total, builder.fadd)]
+        number = fold(builder, builder.load(counts), builder.add)
+        results = [builder.sext(number, _INT64), fold(builder, total, builder.fadd)]
         return context.make_tuple(builder, signature.return_type, results)
 
     result = types.Tuple((types.int64, types.float64))
     return result(types.int64, types.int64, types.int64, types.int32, types.int32), codegen
 
 
-def _fold(builder: Any, lanes: Any, add: Callable[[Any, Any], Any]) -> Any:
+def fold(builder: Any, lanes: Any, add: Callable[[Any, Any], Any]) -> Any:
     """Emit the sum of a vector's lanes, which are added in pairs."""
     width = lanes.type.count
     while width > 1:
