@@ -140,6 +140,7 @@ class Engine:
             config.max_num_batched_tokens,
             self.tiers,
             parts.describe,
+            has_partial_hits=model.heads.states is None,
         )
         self.queues = queues = GroupQueues(self.pool, parts.clock)
         self._swap_cost = SwapCost(memory.shape.block_bytes)

@@ -72,6 +72,8 @@ def allocate_pool(
             f"the pool must hold at least two blocks of {shape.block_bytes} bytes: "
             f"raise {config.name_of('kv_memory_bytes')}"
         )
+    if model.heads.states is not None:
+        _check_room_for_states(config, shape, num_blocks, model.heads.states.num_bytes)
     num_bytes = num_blocks * shape.block_bytes
     host_bytes = config.swap_space_bytes + cache_bytes
     if device.type == "cpu":
@@ -81,6 +83,17 @@ def allocate_pool(
     check_memory(config, host_bytes, num_sharing, model.shared_bytes)
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
+
+
+def _check_room_for_states(config: EngineConfig, shape: KvShape, num_blocks: int, state_bytes: int) -> None:
+    """Raise SettingError if a prompt could not get the blocks of one step, each of which holds states."""
+    num_needed = shape.window_blocks + 2 + config.max_num_batched_tokens // shape.block_size
+    if num_blocks < num_needed:
+        raise SettingError(
+            f"the pool has {num_blocks} blocks of {shape.block_bytes >> 20} MiB, and a prompt needs "
+            f"{num_needed}: the model keeps {state_bytes >> 20} MiB of states in each; raise "
+            f"{config.name_of('block_size')} or {config.name_of('kv_memory_bytes')}"
+        )
 
 
 def default_num_blocks(

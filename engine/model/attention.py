@@ -13,7 +13,9 @@ import torch
 from transformers import AttentionInterface
 
 from quire.engine.model.latent_attention import latent_expansion
+from quire.engine.model.states import States
 from quire.kernels import ops
+from quire.kernels.cpu.mamba import Mamba, mamba
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.short_convolution import Convolution, short_convolution
 
@@ -30,6 +32,7 @@ class PagedStep(NamedTuple):
         numbers: the numbers of the calls of attention, of which each takes the next. They are those of
             ``layers``, since a layer has KV blocks for each of its calls in a step.
         frames: for each layer, its frame of a block.
+        states: the states of layers that have one.
     """
 
     metadata: AttentionMetadata
@@ -37,6 +40,7 @@ class PagedStep(NamedTuple):
     scales: list[torch.Tensor | None]
     numbers: Iterator[int]
     frames: Sequence[int]
+    states: States | None
 
 
 def attend(
@@ -53,11 +57,13 @@ def attend(
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     convolution: Convolution | None = None,
+    recurrence: Mamba | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
 
-    A layer with a short convolution gives its inputs as queries, and half of them each as keys and values.
+    A layer with a short convolution gives its inputs as queries, and half of them each as keys and values. A
+    layer with a state gives inputs ``[1, num_tokens, num_channels]`` as queries and values, steps as keys.
 
     Args:
         query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
@@ -70,7 +76,11 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
-    metadata, layers, scales, numbers, frames = paged_step
+    metadata, layers, scales, numbers, frames, states = paged_step
+    if recurrence is not None:
+        assert states is not None, "the blocks have no room for states"
+        places = states.places(module.state_number)  # type: ignore[arg-type]
+        return mamba(query[0], key[0], metadata, places, recurrence)[None], None
     layer = next(numbers)
     if layer not in module.kv_layers:  # type: ignore[operator]
         raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")

@@ -27,7 +27,9 @@ from quire.engine.model.collectives import RanksError
 from quire.engine.model.latent_attention import latent_expansion
 from quire.engine.model.mask_check import MaskObserver, mask_problem
 from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.states import States, StateShape, with_states
 from quire.engine.model.step_tensors import StepTensors
+from quire.kernels.cpu.mamba import Mamba
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -80,6 +82,7 @@ class KvHeads(NamedTuple):
         num_layers: number of calls of attention, each of which has its own KV blocks.
         num_kv_heads, head_dim: those of the memory of a layer, which is large enough for each layer.
         are_alike: whether all keys and values have this shape.
+        states: the states of further layers, which keep no keys and values.
         latent_dim: elements of a latent, see ``KvShape``; 0 if layers keep keys and values.
     """
 
@@ -89,6 +92,7 @@ class KvHeads(NamedTuple):
     calls: tuple[AttentionCall, ...]
     latent_dim: int = 0
     are_alike: bool = True
+    states: StateShape | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -108,8 +112,9 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         UnsupportedModelError: no layer calls attention, or the mask of a layer is not its causal window.
     """
     seen: list[_Observed] = []
+    recurrences: dict[torch.nn.Module, Mamba] = {}
     observer = MaskObserver()
-    AttentionInterface.register(_OBSERVER, partial(_observe, seen))
+    AttentionInterface.register(_OBSERVER, partial(_observe, seen, recurrences))
     AttentionMaskInterface.register(_OBSERVER, observer)
     with (
         _attention(module, _OBSERVER),
@@ -133,7 +138,10 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     sizes = {(each.key[1], shape[3]) for each in seen for shape in (each.key, each.value)}
     num_kv_heads = max(heads for heads, _ in sizes)
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
-    return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1)
+    states = _number_states(recurrences)
+    if states is not None and (seen[0].latent_dim or any(windows)):
+        raise UnsupportedModelError("it has layers with a state beside windows or latent attention")
+    return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1, states)
 
 
 class _Observed(NamedTuple):
@@ -150,6 +158,7 @@ class _Observed(NamedTuple):
 
 def _observe(
     seen: list[_Observed],
+    recurrences: dict[torch.nn.Module, Mamba],
     layer: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -161,9 +170,13 @@ def _observe(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     paged_step: object = None,
+    recurrence: Mamba | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a call of attention, and return zeros of the shape that the layer expects."""
+    if recurrence is not None:
+        recurrences[layer] = recurrence
+        return query.new_zeros((*query.shape[:2], len(recurrence.skip) * recurrence.head_dim)), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(sliding_window, scale, softcap, s_aux)
     size, value_shape, latent_dim = value.shape[-1], value.shape, 0
@@ -199,6 +212,16 @@ def _number(layers: Sequence[torch.nn.Module]) -> None:
         layer.kv_layers = [number for number, each in enumerate(layers) if each is layer]  # type: ignore[assignment]
 
 
+def _number_states(recurrences: dict[torch.nn.Module, Mamba]) -> StateShape | None:
+    """Tell the layers with a state their numbers; return the shape of the states, None if there are none."""
+    shapes = {(each.num_rows, each.size) for each in recurrences.values()}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(f"the states of its layers differ in shape: {sorted(shapes)}")
+    for number, layer in enumerate(recurrences):
+        layer.state_number = number  # type: ignore[assignment]
+    return next((StateShape(len(recurrences), *shape) for shape in shapes), None)
+
+
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:
     """Compare a model's logits over paged blocks with those of its own eager attention.
 
@@ -212,7 +235,7 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
     memory = _memory(heads, dtype, device)
     with torch.inference_mode():
         with _attention(module, attention.IMPLEMENTATION), refusing("cannot run over paged blocks"):
-            forward = _forward(module, memory)
+            forward = _forward(module, memory, heads.states)
             first = forward(_chunks([(0, prompt[:_FIRST_CHUNK], [4, 1, 2]), (0, other, [5, 3])]))
             rest = forward(_chunks([(_FIRST_CHUNK, prompt[_FIRST_CHUNK:], [4, 1, 2])]))
             # This repeats the step of the first chunk at the last positions, with the same shapes.
@@ -284,12 +307,15 @@ def runs_alike(
     return all(torch.equal(forward(each), others_forward(each).to(dtype)) for each in steps)
 
 
-def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
+def _forward(module: torch.nn.Module, memory: KvMemory, states_shape: StateShape | None = None) -> Forward:
+    states = None if states_shape is None else States(memory, states_shape)
+
     def forward(step: StepTensors) -> torch.Tensor:
+        metadata = step.metadata if states is None else _in_frames(step.metadata, memory)
         output = module(
             input_ids=step.input_ids[None],
             position_ids=step.positions[None],
-            paged_step=PagedStep(step.metadata, memory.layers, memory.scales, count(), memory.frames),
+            paged_step=PagedStep(metadata, memory.layers, memory.scales, count(), memory.frames, states),
             use_cache=False,
         )
         logits: torch.Tensor = output.logits[0]
@@ -299,9 +325,19 @@ def _forward(module: torch.nn.Module, memory: KvMemory) -> Forward:
 
 
 def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemory:
-    num_layers, num_kv_heads, head_dim, _, latent_dim, _ = heads
+    num_layers, num_kv_heads, head_dim, _, latent_dim, _, states = heads
     shape = KvShape(num_layers, num_kv_heads, _BLOCK_SIZE, head_dim, dtype_name(dtype), latent_dim=latent_dim)
-    return KvMemory(shape, 6, device)
+    return KvMemory(shape if states is None else with_states(shape, states), 6, device, is_pool=False)
+
+
+def _in_frames(metadata: AttentionMetadata, memory: KvMemory) -> AttentionMetadata:
+    """Return the metadata of a step over memory in which the frames of a block follow each other."""
+    number, size = memory.shape.num_frames, memory.shape.block_size
+    frames, slots = torch.arange(number, dtype=torch.int32), metadata.slot_mapping
+    return metadata._replace(
+        block_tables=metadata.block_tables * number + frames[:, None, None],
+        slot_mapping=(slots // size * number + frames[:, None]) * size + slots % size,
+    )
 
 
 def _chunks(

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.convolution_layers import run_short_convolution
+from quire.engine.model.mamba_layers import run_mamba
 
 Attend = Callable[..., torch.Tensor]
 """Attention of a layer: returns ``[1, num_tokens, num_heads, head_dim]`` for ``[1, num_heads, num_tokens,
@@ -42,8 +43,7 @@ def implementation_at_load(config: PreTrainedConfig) -> str:
 def kinds_of_layers(config: Any) -> frozenset[str]:
     """Return the kinds of a model's layers that are no attention, but keep what they need in KV blocks."""
     replacement = _REPLACEMENTS.get(config.model_type)
-    is_convolution = replacement is not None and replacement.function is run_short_convolution
-    return frozenset({"conv"} if is_convolution else ())
+    return frozenset() if replacement is None else _KINDS.get(replacement.function, frozenset())
 
 
 def connect(model: PreTrainedModel) -> None:
@@ -201,14 +201,17 @@ def _mpt(layer: Any, attend: Attend, hidden_states: Any, position_bias: Any, **_
 
 
 _REPLACEMENTS = {
+    "bamba": _Replacement("BambaMixer", "forward", run_mamba),
     "big_bird": _Replacement("BigBirdSelfAttention", "forward", _bert),
     "bloom": _Replacement("BloomAttention", "forward", _bloom),
     "codegen": _Replacement("CodeGenAttention", "_attn", _from_heads),
     "falcon": _Replacement("FalconAttention", "forward", _falcon),
+    "falcon_h1": _Replacement("FalconH1Mixer", "forward", run_mamba),
     "git": _Replacement("GitSelfAttention", "forward", _git),
     "gpt_neo": _Replacement("GPTNeoSelfAttention", "_attn", _gpt_neo),
     "gpt_neox_japanese": _Replacement("GPTNeoXJapaneseAttention", "_attn", _from_heads),
     "gptj": _Replacement("GPTJAttention", "_attn", _from_heads),
+    "granitemoehybrid": _Replacement("GraniteMoeHybridMambaLayer", "forward", run_mamba),
     "lfm2": _Replacement("Lfm2ShortConv", "forward", run_short_convolution),
     "lfm2_moe": _Replacement("Lfm2MoeShortConv", "forward", run_short_convolution),
     "lfm3": _Replacement("Lfm3ShortConv", "forward", run_short_convolution),
@@ -221,3 +224,8 @@ _REPLACEMENTS = {
     "xglm": _Replacement("XGLMAttention", "forward", _xglm),
 }
 """The models, by the type in their configuration."""
+_KINDS: dict[Callable[..., Any], frozenset[str]] = {
+    run_short_convolution: frozenset({"conv"}),
+    run_mamba: frozenset({"linear_attention", "hybrid"}),
+}
+"""What transformers calls the layers that a function replaces."""

@@ -13,6 +13,7 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.attention import PagedStep
 from quire.engine.model.compiled_step import CompiledStep
 from quire.engine.model.decode_graphs import Capture, DecodeGraphs
+from quire.engine.model.states import States
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.decode_batch import DecodeBatch, row_adapters
 from quire.engine.runner.step_tables import Int32s, StepTables
@@ -38,6 +39,8 @@ class ModelRunner:
         self.model = model
         self.memory = memory
         self._swap_memory = swap_memory
+        states = model.heads.states
+        self._states = None if states is None else States(memory, states)
         self._hidden = torch.empty(0)
         self._graphs: DecodeGraphs | None = None
         self._compiled: CompiledStep | None = None
@@ -149,7 +152,12 @@ class ModelRunner:
             output_hidden_states=step.num_hidden > 0,
             use_cache=False,
             paged_step=PagedStep(
-                step.metadata, self.memory.layers, self.memory.scales, count(), self.memory.frames
+                step.metadata,
+                self.memory.layers,
+                self.memory.scales,
+                count(),
+                self.memory.frames,
+                self._states,
             ),
         )
         if step.num_hidden:

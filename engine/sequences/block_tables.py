@@ -35,6 +35,8 @@ class BlockTables:
         max_step_tokens: most tokens of a step; they need blocks in addition to those of the window.
         tiers: the prefix cache below the pool; None means that there is none.
         describe: is told the contents of cached blocks; None: nobody is.
+        has_partial_hits: whether the beginning of a cached block is of use. Blocks hold no states but those
+            after their last token.
     """
 
     pool: BlockPool
@@ -44,6 +46,7 @@ class BlockTables:
     max_step_tokens: int = 0
     tiers: CacheTiers | None = None
     describe: Describe | None = None
+    has_partial_hits: bool = True
 
     def __post_init__(self) -> None:
         self._block_tokens = BlockTokens(self.pool, self.describe)
@@ -76,6 +79,8 @@ class BlockTables:
 
     def partial_hit(self, sequence: Sequence) -> PartialHit | None:
         """Return a cached block that begins with the sequence's next tokens, if copying it is worthwhile."""
+        if not self.has_partial_hits:
+            return None
         size, index = self.block_size, len(sequence.block_table)
         end = min((index + 1) * size, sequence.num_tokens - 1, sequence.max_cached_tokens)
         hit = self._block_tokens.find(sequence.parent_hash(index), sequence.token_ids[index * size : end])

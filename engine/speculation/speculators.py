@@ -16,6 +16,7 @@ from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.models.source import find_model
+from quire.settings.setting import SettingError
 
 
 class DraftModelError(ValueError):
@@ -65,7 +66,16 @@ def make_speculator(
             first.
         limits: limits of the engine's steps.
         hash_block: computes the hash of a full block.
+
+    Raises:
+        SettingError: one of the models has layers with a state.
     """
+    models = () if config.speculation == "off" else (model, draft)
+    if any(each is not None and each.heads.states is not None for each in models):
+        raise SettingError(
+            f"{config.name_of('speculation')} must be off: the model or its draft model has layers with a "
+            "state, which cannot go back behind a rejected draft token"
+        )
     if draft is not None:
         draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, memory.device)
         drafter = DraftProposer(draft, draft_memory, limits, hash_block, model.eos_token_ids)

@@ -27,6 +27,7 @@ from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
+from quire.engine.model.states import with_states
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.files import check_configuration, check_weights
@@ -86,8 +87,8 @@ class LoadedModel:
 
     @property
     def can_rank_blocks(self) -> bool:
-        """Whether all layers keep keys and values of one shape."""
-        return self.heads.are_alike and not self.heads.latent_dim
+        """Whether all layers keep keys and values, and these have one shape."""
+        return self.heads.are_alike and not self.heads.latent_dim and self.heads.states is None
 
     @property
     def has_windows(self) -> bool:
@@ -104,7 +105,7 @@ class LoadedModel:
         """Return the shape of this model's KV blocks, in the model's dtype or one of ``KV_CACHE_DTYPES``."""
         dtype = dtype_name(self.dtype) if kv_cache_dtype == "auto" else KV_CACHE_DTYPES[kv_cache_dtype]
         is_mixed = self.has_windows and self.window is None and not self.heads.latent_dim
-        return KvShape(
+        shape = KvShape(
             self.num_layers,
             self.num_kv_heads,
             block_size,
@@ -114,6 +115,13 @@ class LoadedModel:
             window=max((each for each in self.windows if each is not None), default=0) if is_mixed else 0,
             window_layers=tuple(i for i, each in enumerate(self.windows) if each) if is_mixed else (),
         )
+        if self.heads.states is None:
+            return shape
+        if shape.is_quantized:
+            raise SettingError(
+                "the model has layers with a state, which 8-bit blocks cannot hold: choose auto"
+            )
+        return with_states(shape, self.heads.states)
 
 
 def load_model(
@@ -294,10 +302,11 @@ def _load_part(
 ) -> _Loaded:
     check_weights(folder)
     rank, num_ranks = collectives.rank, collectives.num_ranks
-    if own_attention.kinds_of_layers(config.get_text_config()):
+    if kinds := own_attention.kinds_of_layers(config.get_text_config()):
+        what = "a short convolution" if "conv" in kinds else "a state"
         raise SettingError(
-            f"the model cannot be divided among {num_ranks} processes: it has layers with a short "
-            "convolution; choose a tensor-parallel size of 1"
+            f"the model cannot be divided among {num_ranks} processes: it has layers with {what}; "
+            "choose a tensor-parallel size of 1"
         )
     chosen = None if dtype == "auto" else DTYPES[dtype]
     module, plan, packed = load_slices(folder, config, chosen, rank, num_ranks)

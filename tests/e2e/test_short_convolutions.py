@@ -1,4 +1,4 @@
-"""Answers of LFM2 go on elsewhere when their decode worker is killed."""
+"""Answers of models with convolutions or states go on elsewhere when their decode worker is killed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import pytest
 
 from tests.testing.stacks import GREEDY, StartStack, connect, kill_busy_worker, make_prompt, wait_until_idle
 
-MODEL, NUM_NEW, NUM_BEFORE = "lfm2", 1500, 100
+NUM_NEW, NUM_BEFORE = 1500, 100
 
 
 @pytest.mark.parametrize("copy_answers", [False, True])
+@pytest.mark.parametrize("architecture", ["lfm2", "bamba"])
 async def test_an_answer_goes_on_after_a_kill(
-    start_stack: StartStack, tiny_model: Callable[..., Path], expected: Any, copy_answers: bool
+    architecture: str,
+    start_stack: StartStack,
+    tiny_model: Callable[..., Path],
+    expected: Any,
+    copy_answers: bool,
 ) -> None:
-    model = str(tiny_model(MODEL, max_position_embeddings=4096))
-    with start_stack(MODEL, model=model, num_decode=2, copy_answers=copy_answers) as stack:
+    model = str(tiny_model(architecture, max_position_embeddings=4096))
+    with start_stack(architecture, model=model, num_decode=2, copy_answers=copy_answers) as stack:
         async with connect(stack) as (client, workers):
             prompt, tokens, is_killed = make_prompt(100), list[int](), False
             async for delta in client.stream(prompt, max_tokens=NUM_NEW, **GREEDY):
@@ -29,7 +34,7 @@ async def test_an_answer_goes_on_after_a_kill(
             dead = {name for name in workers if not stack.workers[name].process.is_alive()}
             assert len(dead) == 1
             assert len(tokens) == NUM_NEW
-            assert tokens[:64] == expected(MODEL, prompt)
+            assert tokens[:64] == expected(architecture, prompt)
             undisturbed = await client.generate(prompt, max_tokens=NUM_NEW, **GREEDY)
             assert tokens == list(undisturbed.token_ids)
             await wait_until_idle({name: each for name, each in workers.items() if name not in dead})

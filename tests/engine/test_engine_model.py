@@ -30,6 +30,7 @@ from quire.engine.engine import Engine, EngineParts
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import NO_FRAME, KvMemory
+from quire.engine.model import states
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
@@ -49,6 +50,8 @@ MIXED_SHAPE = KvShape(2, 1, BLOCK_SIZE, 1, "float32", window=6, window_layers=(0
 """A layer with a window, and one that sees all tokens."""
 CONVOLUTION_SHAPE = KvShape(4, 1, BLOCK_SIZE, 1, "float32", window=3, window_layers=(0, 1, 2))
 """A layer that sees all tokens, and short convolutions that see three."""
+STATE_SHAPE = KvShape(2, 1, BLOCK_SIZE, 1, "float32", window=states.WINDOW, window_layers=(1,))
+"""A layer that sees all tokens, and the place of a state."""
 CPU = torch.device("cpu")
 
 
@@ -56,9 +59,15 @@ def hash_block(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.sha256(parent + bytes(tokens)).digest()[:16]
 
 
-def write_token(memory: KvMemory, block_id: int, position: int, token_id: int) -> None:
-    """Write a token as its key, and a value that makes blocks matter more or less."""
-    for frame in frames_of(memory, block_id):
+def write_token(memory: KvMemory, block_id: int, position: int, tokens: list[int]) -> None:
+    """Write a token as its key, and a value that makes blocks matter more or less.
+
+    If blocks hold states, write the one after this token in place of that after an earlier token.
+    """
+    token_id, frames = tokens[position], frames_of(memory, block_id)
+    if memory.shape == STATE_SHAPE and len(frames) == 2:
+        memory.blocks[frames.pop()] = state_after(tokens[: position + 1])
+    for frame in frames:
         keys, values = memory.blocks[frame, 0, :, 0, :, 0]
         keys[position % BLOCK_SIZE] = token_id
         values[position % BLOCK_SIZE] = token_id * (position % 7 + 1) % 13
@@ -67,6 +76,19 @@ def write_token(memory: KvMemory, block_id: int, position: int, token_id: int) -
 def read_tokens(memory: KvMemory, block_id: int, part: int = 0) -> list[int]:
     """Return the tokens that a block holds as its keys."""
     return [int(token) for token in memory.blocks[frames_of(memory, block_id)[part], 0, 0, 0, :, 0]]
+
+
+def state_after(tokens: list[int]) -> int:
+    """Return a number that float32 can hold and that depends on all tokens."""
+    return int.from_bytes(hash_block(b"", tokens)[:3], "little")
+
+
+def check_state(memory: KvMemory, block_id: int, tokens: list[int]) -> None:
+    """Raise AssertionError unless a block holds the state after these tokens, if blocks hold states."""
+    if memory.shape == STATE_SHAPE:
+        assert set(read_tokens(memory, block_id, 1)) == {state_after(tokens)}, (
+            "not the state after the tokens"
+        )
 
 
 def frames_of(memory: KvMemory, block_id: int) -> list[int]:
@@ -128,10 +150,12 @@ class FakeRunner(ModelRunner):
         rows = []
         for sequence, num_tokens in self._scheduled:
             first, tokens = sequence.num_computed_tokens, sequence.token_ids + sequence.draft_token_ids
+            if first:
+                check_state(self.memory, sequence.block_table[(first - 1) // BLOCK_SIZE], tokens[:first])
             for position in range(first, first + num_tokens):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.ref_cnt(block_id) == 1, "a shared block is written"
-                write_token(self.memory, block_id, position, tokens[position])
+                write_token(self.memory, block_id, position, tokens)
             num_drafts = len(sequence.draft_token_ids)
             lengths = range(first + num_tokens - num_drafts, first + num_tokens + 1)
             rows += [self._logits(sequence, tokens[:length]) for length in lengths]
@@ -150,7 +174,7 @@ class FakeRunner(ModelRunner):
         held = held[: len(tokens) - first_block * BLOCK_SIZE]
         seen = tokens[first_block * BLOCK_SIZE :]
         assert held == seen, "the blocks do not hold the sequence's tokens"
-        if self.memory.frame_tables is not None:
+        if self.memory.frame_tables is not None and self.memory.shape != STATE_SHAPE:
             first_block = self.memory.shape.first_seen_block(sequence.num_computed_tokens)
             table = sequence.block_table[first_block:]
             seen = tokens[first_block * BLOCK_SIZE :]
@@ -207,6 +231,8 @@ def make_engine(
     shape: KvShape = SHAPE,
 ) -> Engine:
     model = model_without_layers(128, window=window)
+    if shape == STATE_SHAPE:
+        model = replace(model, heads=model.heads._replace(states=states.StateShape(1, 1, 1)))
     memory = KvMemory(shape, num_blocks, CPU)
     swap_memory = KvMemory(shape, num_swap_blocks, CPU, is_pool=False) if num_swap_blocks else None
     runner = FakeRunner(model, memory, swap_memory)
@@ -291,13 +317,14 @@ class EngineMachine(RuleBasedStateMachine):
     window: int | None = None
     num_blocks = NUM_BLOCKS
     shape = SHAPE
+    has_drafts = True
     clients: tuple[str, ...] = ("",)
     patiences: tuple[float, ...] = (0.0,)
 
     def __init__(self) -> None:
         super().__init__()
         self.engine = make_engine(
-            self.num_blocks, NUM_SWAP_BLOCKS, self.window, has_drafts=True, shape=self.shape
+            self.num_blocks, NUM_SWAP_BLOCKS, self.window, has_drafts=self.has_drafts, shape=self.shape
         )
         self.wanted: dict[str, tuple[list[int], SamplingParams]] = {}
         self.transfers: dict[str, Transfer] = {}
@@ -363,7 +390,7 @@ class EngineMachine(RuleBasedStateMachine):
             for position in range(transfer.first_block * BLOCK_SIZE, sequence.num_transferred_tokens):
                 block_id = sequence.block_table[position // BLOCK_SIZE]
                 assert self.engine.pool.ref_cnt(block_id) == 1, "a shared block is written"
-                write_token(self.engine.memory, block_id, position, prompt[position])
+                write_token(self.engine.memory, block_id, position, prompt)
             # The first token, as the other worker samples it.
             first = (
                 undisturbed(tuple(prompt), params, self.window)[0][0] if params.num_sequences == 1 else None
@@ -539,6 +566,13 @@ class ConvolutionEngineMachine(MixedEngineMachine):
     shape = CONVOLUTION_SHAPE
 
 
+class StateEngineMachine(MixedEngineMachine):
+    """The same of a model with states: a block has the one after its last token, and drafts are refused."""
+
+    shape = STATE_SHAPE
+    has_drafts = False
+
+
 def open_small_disk(folder: Path, executor: Executor | None = None, shape: KvShape = SHAPE) -> DiskCache:
     return open_disk(folder, executor, block_bytes=shape.block_bytes, num_blocks=NUM_DISK_BLOCKS)
 
@@ -558,7 +592,12 @@ class TieredEngineMachine(EngineMachine):
         self.pinned: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
         self.engine = make_engine(
-            self.num_blocks, NUM_SWAP_BLOCKS, self.window, tiers, has_drafts=True, shape=self.shape
+            self.num_blocks,
+            NUM_SWAP_BLOCKS,
+            self.window,
+            tiers,
+            has_drafts=self.has_drafts,
+            shape=self.shape,
         )
         self.num_advanced = 0
 
@@ -576,7 +615,9 @@ class TieredEngineMachine(EngineMachine):
     def unpin(self) -> None:
         """Compare what is pinned with its tokens still, and let it go."""
         block_ids, prompt = self.pinned
-        for part in range(self.shape.num_frames):
+        if self.shape == STATE_SHAPE and block_ids:
+            check_state(self.engine.memory, block_ids[-1], prompt[: len(block_ids) * BLOCK_SIZE])
+        for part in range(1 if self.shape == STATE_SHAPE else self.shape.num_frames):
             first = self.shape.num_bare(len(block_ids)) if part else 0
             table = block_ids[first:]
             held = [token for each in table for token in read_tokens(self.engine.memory, each, part)]
@@ -621,6 +662,10 @@ class TieredConvolutionEngineMachine(TieredEngineMachine, ConvolutionEngineMachi
     """Tiers below a pool of blocks with the inputs of short convolutions."""
 
 
+class TieredStateEngineMachine(TieredEngineMachine, StateEngineMachine):
+    """Tiers below a pool of blocks with states."""
+
+
 class SharedEngineMachine(EngineMachine):
     """The same with clients that share the pool, by weight, and requests that are more or less urgent."""
 
@@ -641,13 +686,15 @@ TestWindowedEngine = pytest.mark.slow(WindowedEngineMachine.TestCase)
 TestMixedEngine = MixedEngineMachine.TestCase
 TestConvolutionEngine = pytest.mark.slow(ConvolutionEngineMachine.TestCase)
 TestTieredConvolutionEngine = pytest.mark.slow(TieredConvolutionEngineMachine.TestCase)
+TestStateEngine = StateEngineMachine.TestCase
+TestTieredStateEngine = pytest.mark.slow(TieredStateEngineMachine.TestCase)
 TestTieredMixedEngine = pytest.mark.slow(TieredMixedEngineMachine.TestCase)
 TestTieredEngine = pytest.mark.slow(TieredEngineMachine.TestCase)
 TestTieredWindowedEngine = pytest.mark.slow(TieredWindowedEngineMachine.TestCase)
 for _machine in (
     *(TestEngine, TestSharedEngine, TestSharedWindowedEngine, TestWindowedEngine, TestMixedEngine),
     *(TestTieredMixedEngine, TestTieredEngine, TestTieredWindowedEngine),
-    *(TestConvolutionEngine, TestTieredConvolutionEngine),
+    *(TestConvolutionEngine, TestTieredConvolutionEngine, TestStateEngine, TestTieredStateEngine),
 ):
     _machine.settings = settings(max_examples=100, stateful_step_count=30)
 del _machine  # or else pytest would run the last one twice

@@ -51,6 +51,16 @@ _CONVOLUTIONS = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
+# A state takes the place of several layers' keys and values.
+_STATES = {
+    **_COMMON,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
@@ -73,6 +83,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 24,
             "num_hidden_layers": 3,
             "layer_types": ["conv", "full_attention", "sliding_attention"],
+        },
+    ),
+    "bamba": ("BambaConfig", {**_STATES, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_STATES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_STATES,
+            "mamba_d_ssm": 128,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_in_multiplier": 0.5,
+            "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3],
         },
     ),
     "gpt2": ("GPT2Config", _COMMON),

@@ -1,0 +1,220 @@
+"""Layers of Mamba 2 through everything that moves, shares and restores blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.errors import KvBudgetError
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.pool_memory import allocate_pool
+from quire.engine.sequences.sequence import GeneratedToken, Sequence
+from quire.engine.weights.adapters import UnsupportedAdapterError, check_adaptable
+from quire.engine.weights.loader import LoadedModel, load_model
+from quire.llm import LLM
+from quire.sampling.params import BeamParams
+from quire.settings.setting import SettingError
+from tests.testing.tiny_engine import CPU, Outputs, make_engine, make_prompt, make_request, run, run_in_order
+from tests.testing.tiny_models import generate_greedy, load_reference
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def bamba(tiny_model: TinyModel) -> LoadedModel:
+    return load_model(str(tiny_model("bamba")), "float32", CPU)
+
+
+def test_states_take_the_place_of_layers_with_a_window(bamba: LoadedModel) -> None:
+    """A layer has 8 heads of 16 rows, and 3 inputs of 192 channels; a row has 16 numbers."""
+    assert bamba.heads.states == (2, 8 * 16 + 3 * 12, 16)
+    shape = bamba.kv_shape(16)
+    # 16 tokens of 2 heads of 16 keys and values are 64 rows, so the 328 rows take the place of 6 layers.
+    assert (shape.window, shape.window_layers) == (2, tuple(range(1, 7)))
+    assert (shape.window_blocks, shape.num_frames) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mamba_d_conv": 2},
+        {"mamba_n_groups": 1},
+        {"mamba_conv_bias": False, "mamba_proj_bias": True},
+        {"mamba_d_head": 32, "mamba_n_heads": 4},
+        {"mamba_d_state": 48},
+    ],
+)
+def test_other_sizes(tiny_model: TinyModel, sizes: dict[str, Any]) -> None:
+    check_tokens(tiny_model("bamba", **sizes))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"mamba_rms_norm": False},
+        {"mamba_norm_before_gate": True},
+    ],
+)
+def test_variants_of_falcon(tiny_model: TinyModel, variant: dict[str, Any]) -> None:
+    check_tokens(tiny_model("falcon_h1", **variant))
+
+
+def check_tokens(folder: Path) -> None:
+    engine = make_engine(load_model(str(folder), "float32", CPU), max_num_seqs=8, max_num_batched_tokens=20)
+    prompt = make_prompt(70)
+    [tokens] = run_in_order(engine, make_request("r", prompt, temperature=0.0))
+    assert tokens == generate_greedy(load_reference(folder), prompt, 40)
+
+
+def logprobs_of(engine: Engine, sequence: Sequence) -> list[GeneratedToken]:
+    """Run a request; return its tokens with their logprobs."""
+    engine.add_request(sequence)
+    found: list[GeneratedToken] = []
+    while not engine.is_idle:
+        found += [token for update in engine.step() for token in update.tokens]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_equal", "num_cached"), [(16, 16), (17, 16), (31, 16), (48, 48), (63, 48), (64, 64)]
+)
+def test_a_prefix_hit_gives_the_same_bits(bamba: LoadedModel, num_equal: int, num_cached: int) -> None:
+    """It ends at a block, since a block that matches in part has no state of the tokens that match."""
+    first = make_prompt(80)
+    prompt = [*first[:num_equal], *make_prompt(30, seed=1)]
+    params = {"temperature": 0.0, "max_tokens": 10, "num_logprobs": 3}
+    cold = logprobs_of(make_engine(bamba), make_request("cold", prompt, **params))
+    engine = make_engine(bamba)
+    run(engine, make_request("first", first))
+    warm = make_request("warm", prompt, **params)
+    assert logprobs_of(engine, warm) == cold
+    assert warm.num_cached_tokens == num_cached
+
+
+def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
+    """States of blocks that a sequence has left are given up first, and the keys and values stay."""
+    engine = make_engine(bamba, num_blocks=12, max_num_batched_tokens=64)
+    first = make_prompt(97)
+    run(engine, make_request("first", first, max_tokens=10))
+    for seed in (1, 2):
+        run(engine, make_request(f"other{seed}", make_prompt(60, seed=seed), max_tokens=1))
+    params = {"temperature": 0.0, "max_tokens": 10, "num_logprobs": 3}
+    for num_equal, num_cached in ((32, 0), (96, 96)):
+        prompt = [*first[:num_equal], *make_prompt(8, seed=5)]
+        warm = make_request("warm", prompt, **params)
+        hashes = engine.tables.prefix_hashes(warm)[: num_equal // 16]
+        assert all(each in engine.pool for each in hashes)
+        cold = logprobs_of(make_engine(bamba), make_request("cold", prompt, **params))
+        assert logprobs_of(engine, warm) == cold
+        assert warm.num_cached_tokens == num_cached
+
+
+def make_requests(random: Random) -> list[Sequence]:
+    """Return requests of all kinds, some of which begin alike."""
+    requests = []
+    for number in range(8):
+        kind: dict[str, Any] = random.choice(
+            [{"temperature": 0.0}, {"temperature": 1.0, "seed": number, "n": 3}, {"beam": BeamParams(3)}]
+        )
+        prompt = [*make_prompt(random.choice([1, 16, 40, 90]), random.randint(0, 1)), number + 2]
+        requests.append(make_request(f"r{number}", prompt, max_tokens=random.randint(1, 50), **kind))
+    return requests
+
+
+def run_at_random(engine: Engine, requests: list[Sequence], random: Random) -> tuple[Outputs, set[str]]:
+    """Add and abort requests between steps; return the tokens of each sequence, and what was aborted."""
+    outputs: Outputs = {}
+    aborted: set[str] = set()
+    waiting = list(requests)
+    while waiting or not engine.is_idle:
+        if waiting and random.random() < 0.4:
+            engine.add_request(waiting.pop(0))
+        if random.random() < 0.02:
+            victim = random.choice(requests)
+            if victim not in waiting and not victim.status.is_finished:
+                engine.abort(victim.attempt_id)
+                aborted.add(victim.attempt_id)
+        for update in engine.step():
+            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
+            tokens += [token.token_id for token in update.tokens]
+        engine.check_conservation()
+    assert engine.pool.counts.used == 0
+    return outputs, aborted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_swapped", [True, False])
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_random_schedules(bamba: LoadedModel, seed: int, is_swapped: bool) -> None:
+    """A pool that preempts, forks, beams and aborts change no token."""
+    engine = make_engine(
+        bamba,
+        num_blocks=16,
+        num_swap_blocks=60,
+        max_num_seqs=12,
+        max_num_batched_tokens=24,
+        prefers_swap=is_swapped,
+    )
+    found, aborted = run_at_random(engine, make_requests(Random(seed)), Random(seed))
+    assert engine.preemption.counts[not is_swapped] > 0
+    assert len(aborted) < 8
+    for request in make_requests(Random(seed)):
+        if request.attempt_id not in aborted:
+            expected = run(make_engine(bamba), request)
+            assert expected == {key: tokens for key, tokens in found.items() if key[0] == request.attempt_id}
+
+
+def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyModel) -> None:
+    folder = str(tiny_model("bamba"))
+    with pytest.raises(KvBudgetError, match="must be absent: "):
+        make_engine(bamba).add_request(make_request("r", make_prompt(40), kv_budget_tokens=64))
+    with pytest.raises(UnsupportedAdapterError, match="bamba runs module by module"):
+        check_adaptable(bamba)
+    with pytest.raises(SettingError, match="8-bit blocks cannot hold"):
+        bamba.kv_shape(16, "int8")
+    options: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "threads": 1}
+    with pytest.raises(SettingError, match="layers with a state; choose a tensor-parallel size of 1"):
+        LLM(folder, **options, tensor_parallel_size=2)
+    with pytest.raises(SettingError, match="speculation must be off"):
+        LLM(folder, **options, speculation="ngram")
+    with pytest.raises(SettingError, match="speculation must be off"):
+        LLM(str(tiny_model("llama")), **options, speculation=folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"time_step_limit": (0.1, 0.5)}, "limit their time steps"),
+        ({"hidden_act": "gelu"}, "and not 'silu'"),
+        ({"mamba_d_state": 24}, "multiples of 16 and 4"),
+    ],
+)
+def test_variants_that_are_refused(tiny_model: TinyModel, values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(tiny_model("bamba", **values)), "float32", CPU)
+
+
+def test_a_pool_too_small_for_the_states_of_a_step_is_refused(bamba: LoadedModel) -> None:
+    config = EngineConfig(num_blocks=34, max_num_batched_tokens=512)
+    with pytest.raises(SettingError, match=r"a prompt needs 35: .* raise block_size or kv_memory_bytes"):
+        allocate_pool(config, bamba, None, CPU)
+    assert allocate_pool(replace(config, block_size=256), bamba, None, CPU).num_blocks == 34
+
+
+def test_bfloat16(tiny_model: TinyModel) -> None:
+    """States are float32 whatever the dtype: chunks and single tokens give the same tokens."""
+    model = load_model(str(tiny_model("bamba")), "bfloat16", CPU)
+    assert model.dtype == torch.bfloat16
+    prompt = make_prompt(90)
+    params = {"temperature": 0.0, "num_logprobs": 3}
+    whole = logprobs_of(make_engine(model), make_request("r", prompt, **params))
+    split = make_engine(model, max_num_seqs=4, max_num_batched_tokens=7)
+    assert logprobs_of(split, make_request("r", prompt, **params)) == whole
