@@ -1,26 +1,38 @@
-"""Answers of models with convolutions or states go on elsewhere when their decode worker is killed."""
+"""Answers of models with convolutions or states go on elsewhere when their worker is killed or drains."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.services.local.stack import RunningStack
 from tests.testing.stacks import GREEDY, StartStack, connect, kill_busy_worker, make_prompt, wait_until_idle
 
-NUM_NEW, NUM_BEFORE = 1500, 100
+NUM_NEW, NUM_BEFORE, WAIT_SECONDS = 1500, 100, 60.0
 
 
-@pytest.mark.parametrize("copy_answers", [False, True])
+def wait_for_exit(stack: RunningStack) -> None:
+    """Wait until a worker has ended."""
+    assert wait([each.process.sentinel for each in stack.workers.values()], WAIT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("copy_answers", "how"), [(False, signal.SIGKILL), (True, signal.SIGKILL), (False, signal.SIGTERM)]
+)
 @pytest.mark.parametrize("architecture", ["lfm2", "bamba"])
-async def test_an_answer_goes_on_after_a_kill(
+async def test_an_answer_goes_on_elsewhere(
     architecture: str,
     start_stack: StartStack,
     tiny_model: Callable[..., Path],
     expected: Any,
     copy_answers: bool,
+    how: signal.Signals,
 ) -> None:
     model = str(tiny_model(architecture, max_position_embeddings=4096))
     with start_stack(architecture, model=model, num_decode=2, copy_answers=copy_answers) as stack:
@@ -30,7 +42,9 @@ async def test_an_answer_goes_on_after_a_kill(
                 tokens += delta.token_ids
                 if len(tokens) >= NUM_BEFORE and not is_killed:
                     is_killed = True
-                    await kill_busy_worker(stack, workers)
+                    await kill_busy_worker(stack, workers, how)
+            if how is signal.SIGTERM:
+                await asyncio.to_thread(wait_for_exit, stack)
             dead = {name for name in workers if not stack.workers[name].process.is_alive()}
             assert len(dead) == 1
             assert len(tokens) == NUM_NEW

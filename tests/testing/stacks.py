@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from random import Random
@@ -64,11 +66,15 @@ async def answers_to(client: AsyncClient, examples: Iterable[Example], max_token
     return await asyncio.gather(*map(ask, examples))
 
 
-async def kill_busy_worker(stack: RunningStack, workers: dict[str, Any]) -> None:
-    """Kill the decode worker, of two, that has a request."""
+async def kill_busy_worker(
+    stack: RunningStack, workers: dict[str, Any], how: signal.Signals = signal.SIGKILL
+) -> None:
+    """Kill the decode worker, of two, that has a request; with SIGTERM it drains first."""
     for name in ("decode-0", "decode-1"):
         if (await workers[name].GetLoad(pb.GetLoadRequest())).used_blocks:
-            stack.workers[name].process.kill()
+            pid = stack.workers[name].process.pid
+            assert pid is not None
+            os.kill(pid, how)
 
 
 def metric(stack: RunningStack, worker: str, name: str, **labels: str) -> float:
