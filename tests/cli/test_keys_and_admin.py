@@ -133,24 +133,6 @@ def test_a_port_other_than_the_admin_port_is_reported(quire: Quire, fake_generat
     assert "is another port than a router's admin port" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--tls-cert", "{file}"], "--tls-cert and --tls-key"),
-        (["--tls-client-ca", "{file}"], "--tls-cert and --tls-key"),
-        (["--cluster-cert", "{file}", "--cluster-key", "{file}"], "--cluster-ca"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["serve", "router"])
-def test_half_a_certificate_is_a_usage_error(
-    quire: Quire, tmp_path: Path, verb: str, arguments: list[str], problem: str
-) -> None:
-    (tmp_path / "file").touch()
-    result = quire(verb, *(each.format(file=tmp_path / "file") for each in arguments))
-    assert result.exit_code == 2
-    assert problem in result.stderr
-
-
 @pytest.mark.parametrize("option", ["--api-keys", "--tls-cert"])
 def test_a_malformed_file_is_reported_in_one_line(quire: Quire, tmp_path: Path, option: str) -> None:
     path = tmp_path / "malformed"

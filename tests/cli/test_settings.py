@@ -142,6 +142,12 @@ def test_the_docs_have_the_defaults_of_the_settings() -> None:
         (WorkerConfig, {"max_num_seqs": 600}, "--max-num-batched-tokens (512) must be at least"),
         (WorkerConfig, {"cluster_cert": Path("c")}, "needs --cluster-cert, --cluster-key and --cluster-ca"),
         (RouterConfig, {"tls_cert": Path("c")}, "TLS needs both --tls-cert and --tls-key"),
+        (RouterConfig, {"tls_client_ca": Path("c")}, "TLS needs both --tls-cert and --tls-key"),
+        (
+            RouterConfig,
+            {"cluster_cert": Path("c"), "cluster_key": Path("k")},
+            "--cluster-key and --cluster-ca",
+        ),
         (RouterConfig, {"redis_url": "secret@host"}, "--redis-url must be a URL of Redis"),
         (SloTargets, {"ttft_ms": -1}, "--slo-ttft-ms must be at least 0; got -1"),
         (LocalStackConfig, {"num_decode": 0}, "--decode must be at least 1; got 0"),

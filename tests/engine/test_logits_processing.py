@@ -165,28 +165,6 @@ def test_equal_to_the_processors_of_transformers(seed: int) -> None:
     torch.testing.assert_close(processed, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"presence_penalty": 2.5},
-        {"frequency_penalty": math.nan},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": 1e-39},
-        {"repetition_penalty": 100.5},
-        {"repetition_penalty": math.inf},
-        {"logit_bias": ((1, 101.0),)},
-        {"logit_bias": ((1, 1.0), (1, 2.0))},
-        {"logit_bias": tuple((token_id, 1.0) for token_id in range(1025))},
-        {"bad_words": ((),)},
-        {"num_prompt_logprobs": 21},
-    ],
-)
-def test_values_out_of_range_are_refused(bad: dict[str, Any]) -> None:
-    name = {"bad_words": "bad_word_token_ids", "num_prompt_logprobs": "prompt_logprobs"}
-    with pytest.raises(ValueError, match=name.get(next(iter(bad)), next(iter(bad)))):
-        SamplingParams(**bad)
-
-
 # --- with a model -----------------------------------------------------------------------------------------
 
 RULES: dict[str, Any] = {
