@@ -95,14 +95,6 @@ def test_ratios_are_of_the_same_round() -> None:
     assert ratios(own, other) == Figures(2.0, 2.0)
 
 
-def test_options(capsys: pytest.CaptureFixture[str]) -> None:
-    options = peers.main.parse(["--workloads", "prefill,mixed", "--sides", "quire"])
-    assert (options.workloads, options.sides) == (("prefill", "mixed"), ("quire",))
-    with pytest.raises(SystemExit):
-        peers.main.parse(["--models", "7m,huge"])
-    assert "huge is none of tiny, 7m, 100m, 1b" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_quire_beside_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -15,7 +15,6 @@ import pytest
 from quire.benchmarks.peers import served
 from quire.benchmarks.peers.clients import completion_body, http_record, http_sender, run_together, usage_of
 from quire.benchmarks.peers.processes import SideFailedError
-from quire.benchmarks.peers.rounds import ratios
 from quire.benchmarks.peers.served import Figures, figures_of
 from quire.benchmarks.peers.servers import Server, free_ports
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests
@@ -91,11 +90,6 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
         start_server(tmp_path, "raise SystemExit(3)")
 
 
-def test_ratios_are_of_the_same_round() -> None:
-    assert ratios([FAST], [SLOW]) == Figures(2.0, 0.25, 0.25, 0.0)
-    assert ratios([SLOW], [FAST]).tpot_p50_ms == 0.0
-
-
 def test_sides_are_compared_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run_turn(side: str, server: object, requests: Requests) -> Figures:
         return SLOW if side == "vllm" else FAST
@@ -106,8 +100,3 @@ def test_sides_are_compared_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures
     assert [row["tokens_per_second"] for row in rows] == [200.0, 100.0]
     assert [row["ratios"]["ttft_p50_ms"] for row in rows] == [0.25, None]
-
-
-def test_options() -> None:
-    options = served.main.parse(["--sides", "vllm,quire", "--workloads", "mixed", "--rounds", "2"])
-    assert (options.sides, options.workloads, options.rounds) == (("vllm", "quire"), ("mixed",), 2)

@@ -26,6 +26,8 @@ from quire.client import (
 )
 from quire.protos import inference_pb2 as pb
 from quire.rpc import errors as service_errors
+from quire.sampling.messages import values_from_proto
+from quire.sampling.params import ResponseOptions, SamplingParams
 
 WAIT_SECONDS = 10.0
 
@@ -47,49 +49,29 @@ def test_generate_returns_the_whole_answer(client: Client) -> None:
 
 
 def test_options_reach_their_fields(client: Client, fake_generation: Any) -> None:
-    client.generate(
-        [1, 2, 3],
-        max_tokens=5,
-        min_tokens=1,
-        temperature=0.0,
-        top_p=0.5,
-        typical_p=0.75,
-        top_k=3,
-        min_p=0.25,
-        seed=2**64 - 1,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        repetition_penalty=1.25,
-        logit_bias={7: -100, 8: 1.5},
-        allowed_token_ids=[7, 8],
-        bad_words=["no"],
-        bad_word_token_ids=[[4], [5, 6]],
-        stop="\n",
-        stop_token_ids=[9],
-        ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=0,
-        keep_special_tokens=True,
-        model="demo",
-        request_id="mine",
-    )
+    numbers: Any = {
+        **{"max_tokens": 5, "min_tokens": 1, "temperature": 0.0, "top_p": 0.5, "typical_p": 0.75, "top_k": 3},
+        **{"min_p": 0.25, "seed": 2**64 - 1, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        **{"repetition_penalty": 1.25, "ignore_eos": True},
+    }
+    tokens: Any = {"allowed_token_ids": [7, 8], "stop_token_ids": [9], "logit_bias": {7: -100, 8: 1.5}}
+    words: Any = {"bad_words": ["no"], "bad_word_token_ids": [[4], [5, 6]], "stop": "\n"}
+    response: Any = {"logprobs": 0, "prompt_logprobs": 0, "keep_special_tokens": True}
+    names: Any = {"model": "demo", "request_id": "mine"}
+    client.generate([1, 2, 3], **numbers, **tokens, **words, **response, **names)
     (sent,) = fake_generation.requests
     assert list(sent.token_ids.ids) == [1, 2, 3]
-    assert (sent.stopping.max_tokens, sent.stopping.min_tokens) == (5, 1)
-    assert sent.sampling.HasField("temperature")
-    assert sent.sampling.typical_p == 0.75
-    assert (sent.sampling.temperature, sent.sampling.top_p, sent.sampling.top_k) == (0.0, 0.5, 3)
-    assert (sent.sampling.min_p, sent.sampling.seed) == (0.25, 2**64 - 1)
-    assert (list(sent.stopping.stop_strings), list(sent.stopping.stop_token_ids)) == (["\n"], [9])
-    assert sent.stopping.ignore_eos
-    penalties = sent.sampling.presence_penalty, sent.sampling.frequency_penalty
-    assert (*penalties, sent.sampling.repetition_penalty) == (0.5, -0.5, 1.25)
-    assert dict(sent.sampling.logit_bias) == {7: -100.0, 8: 1.5}
-    assert (list(sent.sampling.allowed_token_ids), list(sent.sampling.bad_words)) == ([7, 8], ["no"])
-    assert [list(word.ids) for word in sent.sampling.bad_word_token_ids] == [[4], [5, 6]]
-    assert sent.response.HasField("logprobs")
-    assert sent.response.HasField("prompt_logprobs")
-    assert sent.response.keep_special_tokens
+    found = values_from_proto(SamplingParams, sent)
+    assert dict(found.pop("logit_bias")) == {7: -100.0, 8: 1.5}
+    assert found == {
+        **numbers,
+        "allowed_token_ids": {7, 8},
+        "stop_token_ids": {9},
+        "bad_words": ((4,), (5, 6)),
+        **{"num_logprobs": 0, "num_prompt_logprobs": 0},
+    }
+    assert (list(sent.sampling.bad_words), list(sent.stopping.stop_strings)) == (["no"], ["\n"])
+    assert values_from_proto(ResponseOptions, sent) == {"stop_strings": ("\n",), **response}
     assert (sent.model, sent.request_id) == ("demo", "mine")
 
 
