@@ -33,24 +33,18 @@ NUM_PROMPTS = 6
 
 
 @pytest.fixture(scope="module")
-def index() -> Iterator[RedisProcess]:
-    with RedisProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def cluster(start_stack: StartStack, index: RedisProcess) -> Iterator[RunningStack]:
+def cluster(start_stack: StartStack, redis: RedisProcess) -> Iterator[RunningStack]:
     """Run one prefill and one decode worker, with a Redis that the tests can write."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CLUSTER_SECRET", SECRET)
-        with start_stack("llama", redis_url=index.url) as running:
+        with start_stack("llama", redis_url=redis.url) as running:
             yield running
 
 
 async def test_redis_password_makes_no_worker(
-    cluster: RunningStack, index: RedisProcess, expected: Any
+    cluster: RunningStack, redis: RedisProcess, expected: Any
 ) -> None:
-    client = publisher_client(index.worker_url)
+    client = publisher_client(redis.worker_url)
     lease = WorkerLease(client, WAIT_SECONDS)
     (record,) = [each for each in await RedisIndex(client).members() if each.role == "decode"]
     intruder = Intruder(record.address, num_blocks=10**6)
@@ -127,20 +121,20 @@ async def test_a_strangers_calls_are_refused(cluster: RunningStack, name: str) -
 
 
 async def test_a_worker_with_another_secret_is_refused_with_the_reason_in_the_log(
-    cluster: RunningStack, index: RedisProcess, caplog: pytest.LogCaptureFixture
+    cluster: RunningStack, redis: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stack's workers join this router; the misled one does not."""
     quire = str(Path(sys.executable).with_name("quire"))
     command = [quire, "decode", "--num-blocks", "64", "--threads", "1"]
     environment = {
         **os.environ,
-        "QUIRE_REDIS_URL": index.worker_url,
+        "QUIRE_REDIS_URL": redis.worker_url,
         "QUIRE_CLUSTER_SECRET": "another secret",
         "QUIRE_LOG_LEVEL": "error",
     }
     process = await asyncio.create_subprocess_exec(*command, env=environment)
     config = RouterConfig(
-        port=0, redis_url=index.router_url, cluster_secret=SECRET.encode(), poll_seconds=0.05
+        port=0, redis_url=redis.router_url, cluster_secret=SECRET.encode(), poll_seconds=0.05
     )
     try:
         async with router(config) as running, asyncio.timeout(90):
