@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from math import cos, sin
@@ -24,18 +24,11 @@ from quire.rpc.health import STOPPING
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
-from quire.services.router.execution.token_charge import AttemptCharge, RequestCharge
-from quire.services.router.workers.membership import Member, MembershipLost
 from tests.testing.decodes import StreamingWorker
 
 VOCAB_SIZE = 320
 PROMPT = "say hello world, stop here"
 """Longer than a block, so that its workers are always the same."""
-
-
-def free_charge() -> AttemptCharge:
-    """Return a charge that no tenant pays."""
-    return AttemptCharge(RequestCharge(lambda num_tokens: None, 0))
 
 
 def generation(text: str = PROMPT, **stopping: Any) -> pb.Generation:
@@ -308,29 +301,6 @@ class FakeWorker(StreamingWorker):
             while any(self._num_received[each] < self.num_sent[each] for each in self.streams):
                 await asyncio.sleep(0.001)
             raise fault.error
-
-
-class ScriptedMembership:
-    """A list of workers that the test sets; None is a lost source."""
-
-    def __init__(self, *members: Member) -> None:
-        self.current: Sequence[Member] | None = members
-
-    async def members(self) -> Sequence[Member]:
-        if self.current is None:
-            raise MembershipLost("down")
-        return self.current
-
-
-class Spawned:
-    """Tasks that run beyond their caller's end."""
-
-    def __init__(self) -> None:
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        self.tasks.append(asyncio.create_task(coroutine))
-        return self.tasks[-1]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from quire.sampling.params import SamplingParams
 from quire.services.router.execution.attempt import OnParts
 from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_UNDER_WAY, Copies, CopyMetrics
 from quire.services.router.workers.health import WorkerHealth
-from tests.testing.fake_worker import Spawned
+from tests.testing.router_parts import Spawned
 
 SCOPE = worker_pb2.CacheScope(tenant="t")
 PROMPT = [1, 2, 3]

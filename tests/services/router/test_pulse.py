@@ -16,8 +16,8 @@ from quire.services.router.workers.silences import TICK_SECONDS
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
-from tests.testing.fake_worker import free_charge
 from tests.testing.manual_clock import ManualClock
+from tests.testing.router_parts import free_charge
 from tests.testing.until import until
 
 

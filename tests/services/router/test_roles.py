@@ -17,7 +17,7 @@ from quire.rpc.errors import FailedPrecondition
 from quire.services.router.admin import roles as roles_module
 from quire.services.router.workers import probe, probing
 from quire.services.router.workers.membership import Member
-from tests.testing.fake_worker import ScriptedMembership
+from tests.testing.router_parts import ScriptedMembership
 from tests.testing.until import until
 
 REQUEST = pb.GenerateRequest(generation=pb.Generation(text="say"))

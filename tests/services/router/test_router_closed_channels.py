@@ -22,7 +22,7 @@ from quire.services.router.workers.worker import Worker, WorkerConnection
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
 from tests.testing.decodes import StreamingWorker
-from tests.testing.fake_worker import Spawned, free_charge
+from tests.testing.router_parts import Spawned, free_charge
 
 
 class SilentWorker(StreamingWorker):

@@ -16,8 +16,8 @@ from quire.rpc.cluster_proof import ClusterTrust
 from quire.rpc.server import GrpcServer
 from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker_set import WorkerSet
-from tests.testing.fake_worker import ScriptedMembership
 from tests.testing.intruder import Intruder, serving
+from tests.testing.router_parts import ScriptedMembership
 from tests.testing.rpc_errors import error_of
 
 SECRET = b"the secret of the cluster"

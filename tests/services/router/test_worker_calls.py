@@ -15,7 +15,7 @@ from quire.services.router.execution.token_charge import AttemptCharge, RequestC
 from quire.services.router.execution.worker_calls import MAX_JOINED_TOKENS, Event, WorkerCalls
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.worker import Worker, WorkerConnection
-from tests.testing.fake_worker import Spawned
+from tests.testing.router_parts import Spawned
 from tests.testing.rpc_errors import rpc_error
 
 WAIT_SECONDS = 5.0

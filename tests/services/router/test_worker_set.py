@@ -19,7 +19,7 @@ from quire.services.router.workers.membership import Member, StaticMembership
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import background
-from tests.testing.fake_worker import ScriptedMembership, free_charge
+from tests.testing.router_parts import ScriptedMembership, free_charge
 from tests.testing.until import until
 
 
