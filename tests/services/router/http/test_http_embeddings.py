@@ -152,3 +152,4 @@ async def test_a_model_without_embeddings_is_a_bad_request(pair: Any, start: Any
     ):
         status, answer = await post(http, path, **body)
         assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "model", "no_embeddings")
+        assert "no modules.json of sentence-transformers" in answer["error"]["message"]
