@@ -119,7 +119,7 @@ class LoadedModel:
             return shape
         if shape.is_quantized:
             raise SettingError(
-                "the model has layers with a state, which 8-bit blocks cannot hold: choose auto"
+                "the model has layers with a state, which 8-bit blocks cannot hold: leave their type at auto"
             )
         return with_states(shape, self.heads.states)
 

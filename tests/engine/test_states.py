@@ -204,9 +204,11 @@ def test_variants_that_are_refused(tiny_model: TinyModel, values: dict[str, Any]
 
 def test_a_pool_too_small_for_the_states_of_a_step_is_refused(bamba: LoadedModel) -> None:
     config = EngineConfig(num_blocks=34, max_num_batched_tokens=512)
-    with pytest.raises(SettingError, match=r"a prompt needs 35: .* raise block_size or kv_memory_bytes"):
+    with pytest.raises(SettingError, match="a prompt needs 35: raise block_size or num_blocks"):
         allocate_pool(config, bamba, None, CPU)
     assert allocate_pool(replace(config, block_size=256), bamba, None, CPU).num_blocks == 34
+    with pytest.raises(SettingError, match="a message carries at most"):
+        allocate_pool(replace(config, block_size=1 << 20), bamba, None, CPU)
 
 
 def test_bfloat16(tiny_model: TinyModel) -> None:
