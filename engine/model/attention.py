@@ -62,8 +62,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
 
-    A layer with a short convolution gives its inputs as queries, and half of them each as keys and values. A
-    layer with a state gives inputs ``[1, num_tokens, num_channels]`` as queries and values, steps as keys.
+    A layer with a short convolution gives its inputs as queries, and half of them each as keys and values.
 
     Args:
         query: ``[1, num_heads, num_tokens, head_dim]``, the packed new tokens of all sequences.
@@ -76,18 +75,13 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
-    metadata, layers, scales, numbers, frames, states = paged_step
     if recurrence is not None:
-        assert states is not None, "the blocks have no room for states"
-        places = states.places(module.state_number)  # type: ignore[arg-type]
-        return mamba(query[0], key[0], metadata, places, recurrence)[None], None
-    layer = next(numbers)
-    if layer not in module.kv_layers:  # type: ignore[operator]
-        raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")
+        return _advance_states(module, query, key, paged_step, recurrence), None
+    metadata, layers, scales, numbers, frames = paged_step[:5]
+    layer = _numbered(module, next(numbers))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     metadata, kv_layer, kv_scales = metadata.of_frame(frames[layer]), layers[layer], scales[layer]
-    expansion = latent_expansion(module)
-    value_dim = value.shape[-1]
+    expansion, value_dim = latent_expansion(module), value.shape[-1]
     if expansion is None:
         query, key, value = _padded(query, key, value)
         kv_layer, kv_scales = _own_part(kv_layer, kv_scales, key.shape[1], key.shape[-1])
@@ -109,6 +103,25 @@ def attend(
     )
     output = output[..., :value_dim] if expansion is None else expansion.values(output)
     return output[None], None
+
+
+def _advance_states(
+    module: torch.nn.Module, inputs: torch.Tensor, steps: torch.Tensor, step: PagedStep, recurrence: Mamba
+) -> torch.Tensor:
+    """Run the recurrence of a layer with a state.
+
+    Such a layer gives ``[1, num_tokens, num_channels]`` inputs as queries and values, and its steps as keys.
+    """
+    assert step.states is not None, "the blocks have no room for states"
+    places = step.states.places(module.state_number)  # type: ignore[arg-type]
+    return mamba(inputs[0], steps[0], step.metadata, places, recurrence)[None]
+
+
+def _numbered(module: torch.nn.Module, number: int) -> int:
+    """Return the number of a call of attention; raise RuntimeError if it is another layer's."""
+    if number not in module.kv_layers:  # type: ignore[operator]
+        raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")
+    return number
 
 
 def _padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
