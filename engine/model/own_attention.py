@@ -43,7 +43,9 @@ def implementation_at_load(config: PreTrainedConfig) -> str:
 def kinds_of_layers(config: Any) -> frozenset[str]:
     """Return the kinds of a model's layers that are no attention, but keep what they need in KV blocks."""
     replacement = _REPLACEMENTS.get(config.model_type)
-    return frozenset() if replacement is None else _KINDS.get(replacement.function, frozenset())
+    kinds = frozenset[str]() if replacement is None else _KINDS.get(replacement.function, frozenset())
+    # Some models of granitemoehybrid have attention only.
+    return kinds.intersection(getattr(config, "layer_types", None) or ())
 
 
 def connect(model: PreTrainedModel) -> None:

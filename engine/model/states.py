@@ -18,6 +18,7 @@ import numpy as np
 from quire.engine.kv_cache.memory import KvMemory
 from quire.kernels.cpu.mamba import StatePlaces
 from quire.kvindex.kv_layout import KvShape
+from quire.settings.setting import SettingError
 
 WINDOW = 2
 """A token needs what its own token and the one before left."""
@@ -49,7 +50,7 @@ def with_states(shape: KvShape, states: StateShape) -> KvShape:
         states: the states.
 
     Raises:
-        ValueError: the keys and values of a layer take less memory than a row of a state.
+        SettingError: the keys and values of a layer take less memory than a row of a state.
     """
     num_rows = states.num_layers * states.num_rows
     num_layers = shape.num_layers + -(-num_rows // _rows_per_part(shape, states))
@@ -63,8 +64,9 @@ def _rows_per_part(shape: KvShape, states: StateShape) -> int:
     layer_bytes = shape.flat.vector_bytes // shape.num_layers
     num_rows = layer_bytes // (states.row_size * 4)
     if not num_rows:
-        raise ValueError(
-            f"a block has {layer_bytes} bytes for a layer, and a row of a state takes {states.row_size * 4}"
+        raise SettingError(
+            f"a block of {shape.block_size} tokens has {layer_bytes} bytes for a layer, and a row of a state "
+            f"takes {states.row_size * 4}: raise the block size"
         )
     return num_rows
 

@@ -15,15 +15,17 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.engine.errors import KvBudgetError
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.states import StateShape, with_states
 from quire.engine.pool_memory import allocate_pool
 from quire.engine.sequences.sequence import GeneratedToken, Sequence
 from quire.engine.weights.adapters import UnsupportedAdapterError, check_adaptable
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.kvindex.kv_layout import KvShape
 from quire.llm import LLM
 from quire.sampling.params import BeamParams
 from quire.settings.setting import SettingError
 from tests.testing.tiny_engine import CPU, Outputs, make_engine, make_prompt, make_request, run, run_in_order
-from tests.testing.tiny_models import generate_greedy, load_reference
+from tests.testing.tiny_models import generate_greedy, load_reference, make_random_model
 
 TinyModel = Callable[..., Path]
 
@@ -172,6 +174,14 @@ def test_random_schedules(bamba: LoadedModel, seed: int, is_swapped: bool) -> No
             assert expected == {key: tokens for key, tokens in found.items() if key[0] == request.attempt_id}
 
 
+def test_granite_without_states(tmp_path: Path) -> None:
+    """Ranks are refused for a reason that holds for it."""
+    folder = make_random_model("granitemoehybrid", tmp_path, layer_types=["attention"] * 3)
+    check_tokens(folder)
+    with pytest.raises(SettingError, match="has no plan to divide its layers"):
+        LLM(str(folder), dtype="float32", num_blocks=64, threads=1, tensor_parallel_size=2)
+
+
 def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyModel) -> None:
     folder = str(tiny_model("bamba"))
     with pytest.raises(KvBudgetError, match="must be absent: "):
@@ -209,6 +219,11 @@ def test_a_pool_too_small_for_the_states_of_a_step_is_refused(bamba: LoadedModel
     assert allocate_pool(replace(config, block_size=256), bamba, None, CPU).num_blocks == 34
     with pytest.raises(SettingError, match="a message carries at most"):
         allocate_pool(replace(config, block_size=1 << 20), bamba, None, CPU)
+
+
+def test_blocks_too_small_for_a_row_of_a_state_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"a block of 1 tokens .*: raise the block size"):
+        with_states(KvShape(1, 1, 1, 16, "float32"), StateShape(1, 4, 64))
 
 
 def test_bfloat16(tiny_model: TinyModel) -> None:
