@@ -57,10 +57,9 @@ def processor_features() -> Mapping[str, bool]:
 def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
     """Make an instruction from a function that returns a signature and emits LLVM IR.
 
-    Code generation rewrites the IR, and Numba links the result into callers and optimizes it again. Address
-    arithmetic on integers may then begin at a null pointer, and LLVM removes such accesses because it assumes
-    that they never happen. A kernel lost a store in this way, but only when it was loaded from Numba's cache.
-    The attribute makes null pointers valid, so LLVM keeps the accesses.
+    Address arithmetic on integers may begin at a null pointer, and LLVM removes such accesses because it
+    assumes that they never happen. A kernel that LLVM had optimized twice lost a store in this way. The
+    attribute makes null pointers valid, so LLVM keeps the accesses.
     """
 
     @wraps(emit)
@@ -96,7 +95,10 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _part(function: Callable[..., Any], **options: bool) -> Callable[..., Any]:
-    """Compile a function that only kernels call; a call from Python would end the process."""
+    """Compile a function that only kernels call; a call from Python would end the process.
+
+    It may not call itself: Numba finds such a function by its own machine code, which it has not.
+    """
     jit: Any = njit  # its declared type lacks some of the options
     part: Callable[..., Any] = jit(
         error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, **options

@@ -1,8 +1,4 @@
-"""Kernels that come from the disk are the right ones, and compute what they computed when they were compiled.
-
-The two are different machine code: functions that are not inlined are optimized again with the kernel that
-is stored, while the process that compiles them calls the first versions.
-"""
+"""Kernels from the disk are the right ones, and compute what they computed when they were compiled."""
 
 from __future__ import annotations
 
