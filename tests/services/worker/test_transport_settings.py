@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.model.check import KvHeads
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
 from quire.services.worker.blocks import transports
@@ -30,6 +31,7 @@ class Model:
 
     own_kv_heads = None
     shared_bytes = 0
+    heads = KvHeads(1, 1, 8, ())
 
     def kv_shape(self, block_size: int, dtype: str) -> KvShape:
         return SHAPE
