@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -22,9 +21,9 @@ from quire.engine.weights.adapters import UnsupportedAdapterError, check_adaptab
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvShape
 from quire.llm import LLM
-from quire.sampling.params import BeamParams
 from quire.settings.setting import SettingError
-from tests.testing.tiny_engine import CPU, Outputs, make_engine, make_prompt, make_request, run, run_in_order
+from tests.testing.random_schedules import check_random_schedule
+from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run, run_in_order
 from tests.testing.tiny_models import generate_greedy, load_reference, make_random_model
 
 TinyModel = Callable[..., Path]
@@ -119,59 +118,11 @@ def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
         assert warm.num_cached_tokens == num_cached
 
 
-def make_requests(random: Random) -> list[Sequence]:
-    """Return requests of all kinds, some of which begin alike."""
-    requests = []
-    for number in range(8):
-        kind: dict[str, Any] = random.choice(
-            [{"temperature": 0.0}, {"temperature": 1.0, "seed": number, "n": 3}, {"beam": BeamParams(3)}]
-        )
-        prompt = [*make_prompt(random.choice([1, 16, 40, 90]), random.randint(0, 1)), number + 2]
-        requests.append(make_request(f"r{number}", prompt, max_tokens=random.randint(1, 50), **kind))
-    return requests
-
-
-def run_at_random(engine: Engine, requests: list[Sequence], random: Random) -> tuple[Outputs, set[str]]:
-    """Add and abort requests between steps; return the tokens of each sequence, and what was aborted."""
-    outputs: Outputs = {}
-    aborted: set[str] = set()
-    waiting = list(requests)
-    while waiting or not engine.is_idle:
-        if waiting and random.random() < 0.4:
-            engine.add_request(waiting.pop(0))
-        if random.random() < 0.02:
-            victim = random.choice(requests)
-            if victim not in waiting and not victim.status.is_finished:
-                engine.abort(victim.attempt_id)
-                aborted.add(victim.attempt_id)
-        for update in engine.step():
-            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
-            tokens += [token.token_id for token in update.tokens]
-        engine.check_conservation()
-    assert engine.pool.counts.used == 0
-    return outputs, aborted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("is_swapped", [True, False])
 @pytest.mark.parametrize("seed", [0, 2, 3])
 def test_random_schedules(bamba: LoadedModel, seed: int, is_swapped: bool) -> None:
-    """A pool that preempts, forks, beams and aborts change no token."""
-    engine = make_engine(
-        bamba,
-        num_blocks=16,
-        num_swap_blocks=60,
-        max_num_seqs=12,
-        max_num_batched_tokens=24,
-        prefers_swap=is_swapped,
-    )
-    found, aborted = run_at_random(engine, make_requests(Random(seed)), Random(seed))
-    assert engine.preemption.counts[not is_swapped] > 0
-    assert len(aborted) < 8
-    for request in make_requests(Random(seed)):
-        if request.attempt_id not in aborted:
-            expected = run(make_engine(bamba), request)
-            assert expected == {key: tokens for key, tokens in found.items() if key[0] == request.attempt_id}
+    check_random_schedule(bamba, seed, is_swapped=is_swapped)
 
 
 def test_granite_without_states(tmp_path: Path) -> None:
