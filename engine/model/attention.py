@@ -75,9 +75,9 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
+    metadata, layers, scales, numbers, frames, states = paged_step
     if recurrence is not None:
-        return _advance_states(module, query, key, paged_step, recurrence), None
-    metadata, layers, scales, numbers, frames = paged_step[:5]
+        return _advance_states(module, query, key, metadata, states, recurrence), None
     layer = _numbered(module, next(numbers))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     metadata, kv_layer, kv_scales = metadata.of_frame(frames[layer]), layers[layer], scales[layer]
@@ -106,15 +106,20 @@ def attend(
 
 
 def _advance_states(
-    module: torch.nn.Module, inputs: torch.Tensor, steps: torch.Tensor, step: PagedStep, recurrence: Mamba
+    module: torch.nn.Module,
+    inputs: torch.Tensor,
+    steps: torch.Tensor,
+    metadata: AttentionMetadata,
+    states: States | None,
+    recurrence: Mamba,
 ) -> torch.Tensor:
     """Run the recurrence of a layer with a state.
 
     Such a layer gives ``[1, num_tokens, num_channels]`` inputs as queries and values, and its steps as keys.
     """
-    assert step.states is not None, "the blocks have no room for states"
-    places = step.states.places(module.state_number)  # type: ignore[arg-type]
-    return mamba(inputs[0], steps[0], step.metadata, places, recurrence)[None]
+    assert states is not None, "the blocks have no room for states"
+    places = states.places(module.state_number)  # type: ignore[arg-type]
+    return mamba(inputs[0], steps[0], metadata, places, recurrence)[None]
 
 
 def _numbered(module: torch.nn.Module, number: int) -> int:

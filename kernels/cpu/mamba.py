@@ -35,7 +35,7 @@ from quire.kernels.cpu.intrinsics import (
     splat,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.rows import activate
+from quire.kernels.cpu.rows import Activation, activate
 from quire.kernels.metadata import AttentionMetadata
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -45,7 +45,7 @@ LANES = 16
 ROWS = 4
 """Rows of a head's state that are updated together; a head has a multiple of them."""
 _FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
-_FLOAT_BYTES = 4
+_SILU = int(Activation.SILU)
 
 
 class StatePlaces(NamedTuple):
@@ -255,7 +255,7 @@ def _convolve(args: Any, sequence: int, segment: int) -> None:
                 mixed[first + t, c] += taps[j, c] * values[c]
         for c in range(low, low + num):
             mixed[first + t, c] += bias[c]
-        activate(1, args.mixed + 4 * ((first + t) * args.num_channels + low), num, np.float32)
+        activate(_SILU, args.mixed + 4 * ((first + t) * args.num_channels + low), num, np.float32)
         if (start + t + 1) % args.block_size == 0 or t == num_new - 1:
             for j in range(num_taps - 1):
                 at = t - (num_taps - 2) + j
@@ -282,7 +282,7 @@ def _advance_head(args: Any, sequence: int, head: int) -> None:
     t = 0
     while t < num_new:
         end = min(num_new, ((start + t) // args.block_size + 1) * args.block_size - start)
-        for channel in range(0, args.head_dim, 4):
+        for channel in range(0, args.head_dim, ROWS):
             _advance_rows(args, sequence, head, channel, first + t, end - t, start + t)
         t = end
 
@@ -299,7 +299,7 @@ def _advance_rows(
     outputs = carray(pointer(args.outputs, np.float32), (args.num_tokens, width))
     skip = carray(pointer(args.skip, np.float32), (args.num_heads,))[head]
     row = head * args.head_dim + channel
-    for i in range(4):
+    for i in range(ROWS):
         target = carray(pointer(_row_at(args, sequence, position, row + i), np.float32), (args.size,))
         if position == 0:
             target[:] = np.float32(0.0)
@@ -320,7 +320,7 @@ def _advance_rows(
         x = (mixed[at, row], mixed[at, row + 1], mixed[at, row + 2], mixed[at, row + 3])
         gains = (step * x[0], step * x[1], step * x[2], step * x[3])
         y = advance(rows, b, c, decay, gains, np.int64(args.size))
-        for i in range(4):
+        for i in range(ROWS):
             outputs[at, row + i] = y[i] + skip * x[i]
 
 
