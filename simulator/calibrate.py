@@ -69,8 +69,7 @@ async def calibrate(
         first_tokens: list[Point] = []
         for num_tokens in (n for n in PROMPT_TOKENS if n <= limit):
             on_step(f"prompts of {num_tokens} tokens")
-            timed = [await probe.send(num_tokens, 1) for _ in range(REPEATS)]
-            first_tokens.append((num_tokens, median(each.arrivals[0] for each in timed)))
+            first_tokens.append((num_tokens, await probe.first_token_seconds(num_tokens)))
         if len(first_tokens) < 2:
             raise CalibrationError(f"the model takes {model.max_model_len} tokens: too few")
         steps: list[Point] = []
@@ -79,10 +78,7 @@ async def calibrate(
             steps.append((batch, await probe.step_seconds(batch * model.num_decode_workers)))
         on_step("sequences with a long prompt")
         longest = PROMPT_TOKENS[len(first_tokens) - 1]
-        contexts = [
-            median([await probe.step_seconds(1, num_tokens) for _ in range(REPEATS)])
-            for num_tokens in (DECODE_PROMPT_TOKENS, longest)
-        ]
+        context_seconds = await probe.context_seconds(longest)
         on_step("work at the same time")
         prefill_share, decode_share = await probe.shares(model, longest, first_tokens[-1][1])
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
@@ -102,7 +98,7 @@ async def calibrate(
         handoff_seconds=max(0.0, gap - steps[0][1]),
         pull_bytes_per_second=pull_speed.bytes_per_second if pull_speed else None,
         pull_round_trip_seconds=pull_speed.round_trip_seconds if pull_speed else 0.0,
-        context_seconds=max(0.0, contexts[1] - contexts[0]) / (longest - DECODE_PROMPT_TOKENS),
+        context_seconds=context_seconds,
         prefill_share=prefill_share,
         decode_share=decode_share,
     )
@@ -137,6 +133,19 @@ class _Probe:
             if delta.usage and delta.usage.blocks_shipped:
                 block_bytes = delta.usage.bytes_shipped / delta.usage.blocks_shipped
         return _Timed(tuple(arrivals), block_bytes)
+
+    async def first_token_seconds(self, num_tokens: int) -> float:
+        """Return the median time to the first token of prompts of ``num_tokens``, one after another."""
+        timed = [await self.send(num_tokens, 1) for _ in range(REPEATS)]
+        return median(each.arrivals[0] for each in timed)
+
+    async def context_seconds(self, longest: int) -> float:
+        """Return the time that each further token of a prompt, up to ``longest``, adds to a step."""
+        short, long = [
+            median([await self.step_seconds(1, num_tokens) for _ in range(REPEATS)])
+            for num_tokens in (DECODE_PROMPT_TOKENS, longest)
+        ]
+        return max(0.0, long - short) / (longest - DECODE_PROMPT_TOKENS)
 
     async def step_seconds(self, num_sequences: int, num_tokens: int = DECODE_PROMPT_TOKENS) -> float:
         """Return the median time of a token while ``num_sequences`` of such prompts decode together."""
