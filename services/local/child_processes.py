@@ -75,7 +75,10 @@ def wait_for_imports(context: Context) -> None:
     """Wait until the fork server has imported its modules. A signal may interrupt this, but not a start."""
     if context is not FROM_SCRATCH:
         process = context.Process()
-        process.start()
+        # A signal must not interrupt the start either: the new process would find half of its arguments.
+        starter = threading.Thread(target=process.start, daemon=True)
+        starter.start()
+        starter.join()
         process.join()
 
 

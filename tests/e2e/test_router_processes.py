@@ -49,7 +49,10 @@ async def test_each_connection_is_served_and_no_process_outlives_a_killed_parent
         routers = listeners(parent, address)
         assert len(routers) == 2
         victim = min(routers)
+        of_victim = listening_sockets(address) & sockets_of(victim)
         os.kill(victim, signal.SIGKILL)
+        # Until the kernel has closed its sockets, new connections can still reach the killed process.
+        await until(lambda: not of_victim & listening_sockets(address))
         with Client(address, timeout=30) as client:
             assert client.generate([5, 6, 7], max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
         await until(lambda: len(listeners(parent, address)) == 2)
@@ -75,18 +78,24 @@ def check_port_in_use(address: str) -> None:
 
 def listeners(parent: int, address: str) -> set[int]:
     """Return the children of a process that listen at an address."""
+    listening = listening_sockets(address)
+    return {pid for pid in children_of(parent) if listening & sockets_of(pid)}
+
+
+def listening_sockets(address: str) -> set[str]:
+    """Return the inodes of the sockets that listen at an address."""
     port = int(address.rpartition(":")[2])
-    sockets = set()
+    found = set()
     # gRPC listens at IPv4 addresses through IPv6 sockets.
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                sockets.add(fields[9])
-    return {pid for pid in children_of(parent) if sockets & _sockets(pid)}
+                found.add(fields[9])
+    return found
 
 
-def _sockets(pid: int) -> set[str]:
+def sockets_of(pid: int) -> set[str]:
     """Return the inodes of a process's sockets."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,9 +1,11 @@
-"""Child processes that cannot be started."""
+"""Child processes that cannot be started, or whose start a signal interrupts."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from multiprocessing import resource_tracker
 
 import pytest
@@ -23,3 +25,30 @@ def test_a_process_that_cannot_be_started_leaks_no_descriptor(monkeypatch: pytes
     # The error's traceback holds the pipe: it must be closed, not only forgotten.
     assert os.listdir("/proc/self/fd") == descriptors
     assert failed.value.errno == errno.EAGAIN
+
+
+INTERRUPTED_WAIT = """
+import os, signal
+from multiprocessing import forkserver
+from quire.services.local.child_processes import fork_server, wait_for_imports
+
+def connect_and_interrupt(fds, connect=forkserver.connect_to_new_process):
+    connection = connect(fds)
+    os.kill(os.getpid(), signal.SIGINT)
+    return connection
+
+forkserver.connect_to_new_process = connect_and_interrupt
+try:
+    wait_for_imports(fork_server([]))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
+def test_a_signal_while_the_fork_server_imports_leaves_no_process_half_started() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_WAIT], capture_output=True, text=True, timeout=60, check=False
+    )
+    # The processes of the fork server have this standard error too, so all of them have ended.
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
