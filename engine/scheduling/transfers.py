@@ -20,7 +20,7 @@ from quire.engine.errors import failing_request
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.group_queues import GroupQueues, OnOutcome
 from quire.engine.scheduling.requests import Requests
-from quire.engine.scheduling.sequence_group import SequenceGroup
+from quire.engine.scheduling.sequence_group import NOT_ARRIVED, SequenceGroup
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.sequence import Sequence, SequenceStatus, SequenceUpdate
@@ -114,19 +114,27 @@ class Transfers:
     def _may_be_next(self, transfer: SequenceGroup) -> bool:
         """Return whether a transfer may get blocks before older transfers and waiting groups.
 
-        Its sender may have to finish the older transfers first. They must therefore be able to get their
-        blocks while all granted blocks still wait for their content.
+        Its sender may have to finish the older transfers first. They, and the older groups that they wait
+        for, must therefore be able to end while all granted blocks still wait for their content.
         """
         if self._is_behind_waiting_group(transfer):
             return False
-        older = set(takewhile(lambda group: group is not transfer, self.queues.transfers))
-        if not older:
+        waiting = set(takewhile(lambda group: group is not transfer, self.queues.transfers))
+        if not waiting:
             return True
-        prompts = [group.prompt for group in self.requests.groups.values() if group not in older]
-        granted = (each for each in prompts if each.status is SequenceStatus.TRANSFERRING)
-        num_granted = sum(len(each.held_blocks) for each in granted)
-        largest = max(self.tables.blocks_for(group.prompt.num_tokens) for group in older)
-        return num_granted + self.tables.num_missing(transfer.prompt) + largest <= self.tables.pool.num_blocks
+        groups = self.requests.groups.values()
+        beside = (each for each in groups if each.prompt.status is SequenceStatus.TRANSFERRING)
+        held = {each: len(each.prompt.held_blocks) for each in beside if each not in waiting}
+        num_taken = sum(held.values()) + self.tables.num_missing(transfer.prompt)
+        older = (each for each in groups if NOT_ARRIVED < each.arrival < transfer.arrival)
+        num_needed = max(self._most_blocks(each) - held.get(each, 0) for each in older)
+        return num_taken + num_needed <= self.tables.pool.num_blocks
+
+    def _most_blocks(self, group: SequenceGroup) -> int:
+        """Return how many blocks a group needs for its prompt and its longest answer."""
+        prompt = group.prompt
+        num_tokens = prompt.num_prompt_tokens + self.stop_rules.max_output_tokens(prompt)
+        return self.tables.max_blocks(prompt, num_tokens)
 
     def _is_behind_waiting_group(self, transfer: SequenceGroup) -> bool:
         """Return whether an older group than a transfer waits for all its blocks.
