@@ -121,6 +121,8 @@ def _format(
             calls = call_grammar(written, forced, ids, in_reasoning=in_reasoning)
         except UnsupportedSchemaError as error:
             raise InvalidArgument("chat.tools", str(error)) from error
+        except RecursionError as error:
+            raise InvalidArgument("chat.tools", "must nest less deeply") from error
     if wanted is None:
         return None if calls is None else OutputFormat("grammar", calls), "chat.tools"
     field = f"format.{wanted.kind}"
@@ -130,7 +132,7 @@ def _format(
         return wanted, field
     try:
         answer = grammar_after_reasoning(written, wanted.kind, wanted.text, ids, in_reasoning=in_reasoning)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, f"must be JSON: {error}") from error
     if calls is not None:
         answer = f"start: call | answer\ncall: %lark {{\n{calls}}}\nanswer: %lark {{\n{answer}}}\n"

@@ -93,12 +93,16 @@ def grammar_after_reasoning(
         kind: kind of that format, as in ``OutputFormat``.
 
     Raises:
-        ValueError: the format is a JSON schema, but its text is not JSON.
+        ValueError: the format is a JSON schema, but its text is no JSON object.
+        RecursionError: the schema nests too deeply.
     """
     lark = Lark(answer_format.tokens, token_ids)
     before = _reasoning(lark, answer_format, in_reasoning=in_reasoning, may_be_cut=False)
     if kind == "json_schema":
-        return lark.grammar(f"{before} {json_value(json.loads(text), is_lenient=False)}")
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
+            raise ValueError("a schema is an object")
+        return lark.grammar(f"{before} {json_value(schema, is_lenient=False)}")
     if kind == "regex":
         return lark.grammar(f"{before} {regex(text)}")
     # A grammar within a grammar has names of its own.

@@ -150,6 +150,11 @@ async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(mod
             "format.json_schema",
             "must be JSON",
         ),
+        (
+            asked(None, thinks=True, format=pb.ResponseFormat(json_schema="[]")),
+            "format.json_schema",
+            "a schema is an object",
+        ),
         (asked([{"name": "f" * 70_000}]), "chat.tools", "from 1 to 65536 bytes"),
     ],
 )
@@ -160,3 +165,23 @@ async def test_impossible_combinations_are_refused_by_name(
         await validate(generation, model)
     assert refused.value.field == field
     assert problem in refused.value.problem
+
+
+@pytest.mark.parametrize("is_tool", [True, False])
+async def test_schemas_that_nest_too_deeply_are_refused_by_name(model: ServedModel, is_tool: bool) -> None:
+    """Reading and writing JSON fail at different depths, which depend on the stack of the caller."""
+    refused = set()
+    for depth in range(700, 1000):
+        schema = '{"not":' * depth + "{}" + "}" * depth
+        generation = asked(None, thinks=True)
+        if is_tool:
+            generation.chat.tools = f'[{{"name": "f", "parameters": {schema}}}]'
+        else:
+            generation.format.json_schema = schema
+        try:
+            await validate(generation, model)
+        except InvalidArgument as error:
+            refused.add(error.field)
+    # A chat template cannot show tools that nest too deeply.
+    assert refused <= ({"chat.tools", "chat.messages"} if is_tool else {"format.json_schema"})
+    assert refused
