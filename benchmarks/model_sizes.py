@@ -149,6 +149,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": {**_PER_LAYER_INPUTS, "global_head_dim": 32},
     "git": {"vision_config": _VISION},
     "glm4_moe_lite": {**_FULL_HEADS, "v_head_dim": 32},
+    "llama4_text": {
+        "no_rope_layers": [1, 0],
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 96,
+        "attention_chunk_size": WINDOW,
+        "floor_scale": 16,
+    },
     "gpt_neo": {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {**_FULL_HEADS, "q_lora_rank": None},
@@ -206,7 +213,6 @@ REASONS: Mapping[str, str] = {
     "no layer that calls|cannot load|did not pass paged_step": (
         "attention does not go through transformers' attention interface, or drops its arguments"
     ),
-    "chunked_attention": "layers attend within chunks",
     "keep no paged KV cache": (
         "layers keep state other than keys and values (linear, state-space, indexed or compressed attention)"
     ),

@@ -76,9 +76,9 @@ def _register(schema: str) -> None:
 
 _register(
     "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
-    "Tensor seq_lens, *, float scale, int? sliding_window=None, float? logit_softcap=None, "
-    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, int? latent_dim=None, "
-    "int? max_new_tokens=None) "
+    "Tensor seq_lens, *, float scale, int? sliding_window=None, bool is_chunked=False, "
+    "float? logit_softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, "
+    "int? latent_dim=None, int? max_new_tokens=None) "
     "-> Tensor"
 )
 _register(
@@ -97,6 +97,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    is_chunked: bool = False,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -114,6 +115,8 @@ def paged_attention(
         metadata: the step's sequences.
         scale: factor of the dot products.
         sliding_window: number of positions that a token sees, including its own; None means all.
+        is_chunked: whether a token sees its chunk instead of a window that ends with it: the positions from
+            the last multiple of ``sliding_window`` on. Tables must then include all blocks.
         logit_softcap: scores become ``cap * tanh(score / cap)``.
         sinks: ``[num_heads]``, for each head a logit that takes part in the softmax and has no value.
         alibi_slopes: ``[num_heads]``; ``slope * (key position - p)`` is added to each score.
@@ -148,6 +151,7 @@ def paged_attention(
         metadata.seq_lens,
         scale=scale,
         sliding_window=sliding_window,
+        is_chunked=is_chunked,
         logit_softcap=logit_softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,

@@ -15,6 +15,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    is_chunked: bool = False,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -47,7 +48,8 @@ def paged_attention(
             scores = scores + alibi_slopes.double()[:, None, None] * (key_position - position)
         hidden = key_position > position
         if sliding_window is not None:
-            hidden |= key_position <= position - sliding_window
+            lowest = position - (position % sliding_window if is_chunked else sliding_window - 1)
+            hidden |= key_position < lowest
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             sink = sinks.double()[:, None, None].expand(-1, last - first, 1)

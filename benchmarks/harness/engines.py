@@ -40,7 +40,7 @@ def model_without_layers(max_position_embeddings: int, *, window: int | None = N
         max_position_embeddings=max_position_embeddings,
         vocab_size=8,
         eos_token_ids=frozenset({1}),
-        heads=KvHeads(1, 1, 1, (AttentionCall(window, 1.0, None, None),)),
+        heads=KvHeads(1, 1, 1, (AttentionCall(window, False, 1.0, None, None),)),
         recipe=None,
         arithmetic="",
     )

@@ -25,7 +25,7 @@ from quire.engine.model import attention
 from quire.engine.model.attention import PagedStep
 from quire.engine.model.collectives import RanksError
 from quire.engine.model.latent_attention import latent_expansion
-from quire.engine.model.mask_check import MaskObserver, mask_problem
+from quire.engine.model.mask_check import MaskObserver, Window, mask_problem
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.states import States, StateShape, with_states
 from quire.engine.model.step_tensors import StepTensors
@@ -64,12 +64,14 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         window: how many tokens a token attends to; None means all.
+        is_chunked: whether a token attends to its chunk, which is as large as a window, up to itself.
         scale: factor of the dot products.
         softcap: cap of the scores; None if there is none.
         sinks: a logit for each head that has no value; None if there is none.
     """
 
     window: int | None
+    is_chunked: bool
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
@@ -131,15 +133,17 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     calls = tuple(each.call for each in seen)
     with refusing("has attention masks that cannot be checked"):
         functions = [observer.function_of(each.mask) for each in seen]
-        windows = [call.window for call in calls]
+        windows = [Window(call.window, call.is_chunked) for call in calls]
         problem = mask_problem(windows, functions, _types_of_calls(seen, config), num_positions)
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
+    if all(call.is_chunked for call in calls):
+        raise UnsupportedModelError("all its layers attend within chunks; one at least must see all tokens")
     sizes = {(each.key[1], shape[3]) for each in seen for shape in (each.key, each.value)}
     num_kv_heads = max(heads for heads, _ in sizes)
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
     states = _number_states(recurrences)
-    if states is not None and (seen[0].latent_dim or any(windows)):
+    if states is not None and (seen[0].latent_dim or any(call.window for call in calls)):
         raise UnsupportedModelError("it has layers with a state beside windows or latent attention")
     return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1, states)
 
@@ -167,6 +171,7 @@ def _observe(
     *_: Any,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    is_chunked: bool = False,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     paged_step: object = None,
@@ -178,7 +183,7 @@ def _observe(
         recurrences[layer] = recurrence
         return query.new_zeros((*query.shape[:2], len(recurrence.skip) * recurrence.head_dim)), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(sliding_window, scale, softcap, s_aux)
+    call = AttentionCall(sliding_window, is_chunked, scale, softcap, s_aux)
     size, value_shape, latent_dim = value.shape[-1], value.shape, 0
     if (expansion := latent_expansion(layer)) is not None:
         # The value of a latent is the beginning of its row, which is the key.

@@ -258,7 +258,7 @@ class CompiledStep:
             arguments["slopes"] = none
             arguments["next_program"] = self._counters.ctypes.data + 8 * (first_counter + index)
             arguments["num_kv_heads"], arguments["num_heads"] = heads.num_kv_heads, self._num_heads
-            arguments["window"] = call.window or 0
+            arguments["window"], arguments["is_chunked"] = call.window or 0, call.is_chunked
             arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
 
     def _fill_step(self, heads: KvHeads, memory: KvMemory) -> None:

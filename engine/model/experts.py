@@ -14,6 +14,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from quire.engine.model.check import UnsupportedModelError, refusing
+from quire.engine.model.llama4_layers import use_experts_interface
 from quire.engine.model.packed_linear import pack_weight
 from quire.kernels.cpu.grouped_linear import WeightGroup, grouped_sums
 from quire.kernels.cpu.linear import PackedWeight
@@ -123,6 +124,7 @@ def packable_experts(model: torch.nn.Module) -> set[str]:
 
 
 def _find_experts(model: torch.nn.Module) -> dict[str, Any]:
+    use_experts_interface(model)
     return {path: each for path, each in model.named_modules() if hasattr(each, "has_post_expert_norm")}
 
 

@@ -1,14 +1,14 @@
 """Compares the attention masks that a model requests from transformers with the masks of paged attention.
 
 Paged attention gets no mask as an argument: a layer attends to every earlier token, or to those in its
-window. Transformers describes a mask by a function of two positions, so the check can cover positions that no
-short prompt reaches.
+window or chunk. Transformers describes a mask by a function of two positions, so the check can cover
+positions that no short prompt reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,23 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Function of the indices of batch, head, query and key that returns whether the query sees the key."""
 
 _WINDOWED_LAYERS = {"sliding_attention", "chunked_attention"}
+
+
+class Window(NamedTuple):
+    """Which tokens a token sees.
+
+    Attributes:
+        num_tokens: how many tokens it sees, itself included; None means all before it.
+        is_chunked: whether it sees its chunk of this size, up to itself.
+    """
+
+    num_tokens: int | None
+    is_chunked: bool = False
+
+    def __str__(self) -> str:
+        if self.num_tokens is None:
+            return "all tokens before"
+        return f"{'chunks' if self.is_chunked else 'a window'} of {self.num_tokens} tokens"
 
 
 class OwnMaskError(Exception):
@@ -52,7 +69,7 @@ class MaskObserver:
 
 
 def mask_problem(
-    windows: Sequence[int | None],
+    windows: Sequence[Window],
     functions: Sequence[MaskFunction | None],
     layer_types: Sequence[str] | None,
     num_positions: int,
@@ -60,15 +77,15 @@ def mask_problem(
     """Describe how a layer's mask differs from its causal window; None if no difference was found.
 
     Args:
-        windows: number of tokens that each layer sees with paged attention; None means all.
+        windows: what each layer sees with paged attention.
         functions: the mask function of each layer; None if attention was given no mask.
         layer_types: the type of each layer in the model's configuration, if it has any.
         num_positions: number of positions that the model has.
     """
     for layer, kind in enumerate(layer_types or ()):
-        if kind in _WINDOWED_LAYERS and layer < len(windows) and windows[layer] is None:
+        if kind in _WINDOWED_LAYERS and layer < len(windows) and windows[layer].num_tokens is None:
             return f"layer {layer} is of type {kind!r} and gives attention no window"
-    checked: dict[tuple[int, int | None], None] = {}
+    checked: dict[tuple[int, Window], None] = {}
     for layer, (window, function) in enumerate(zip(windows, functions, strict=True)):
         if function is None or (id(function), window) in checked:
             continue
@@ -76,28 +93,26 @@ def mask_problem(
         differing = _differing_position(function, window, num_positions)
         if differing is not None:
             query, key = differing
-            seen = "all tokens before" if window is None else f"a window of {window} tokens"
             return (
-                f"layer {layer} gives attention {seen}, but its mask differs where position {query} "
+                f"layer {layer} gives attention {window}, but its mask differs where position {query} "
                 f"looks at position {key}"
             )
     return None
 
 
-def _differing_position(
-    function: MaskFunction, window: int | None, num_positions: int
-) -> tuple[int, int] | None:
+def _differing_position(function: MaskFunction, window: Window, num_positions: int) -> tuple[int, int] | None:
     """Return positions of a query and a key at which a mask function differs from a causal window, if any."""
     last = num_positions - 1
-    near = [] if window is None else [window - 1, window, window + 1]
+    size = window.num_tokens
+    near = [] if size is None else [size - 1, size, size + 1]
     # The last query reveals each window that is shorter than the model's positions; the others reveal chunks.
     queries = {0, 1, last // 3, last // 2, last - 1, last, *near}
     keys = torch.arange(num_positions)
     zero = torch.zeros((), dtype=torch.long)
     for query in sorted(query for query in queries if 0 <= query <= last):
         expected = keys <= query
-        if window is not None:
-            expected &= keys > query - window
+        if size is not None:
+            expected &= keys >= query - (query % size if window.is_chunked else size - 1)
         seen = torch.as_tensor(function(zero, zero, torch.tensor(query), keys)).expand(num_positions)
         if not torch.equal(seen.bool(), expected):
             return query, int((seen.bool() != expected).nonzero()[0])

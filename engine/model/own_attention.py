@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.convolution_layers import run_short_convolution
+from quire.engine.model.llama4_layers import run_chunked_attention
 from quire.engine.model.mamba_layers import run_mamba
 
 Attend = Callable[..., torch.Tensor]
@@ -33,6 +34,8 @@ class _Replacement(NamedTuple):
     function: Callable[..., Any]
     needs_mask: bool = False
     """Whether the model changes its mask, so that it needs one, before a layer gets it."""
+    needs_positions: bool = False
+    """Whether the function gets ``position_ids``, which the model does not give to this layer."""
 
 
 def implementation_at_load(config: PreTrainedConfig) -> str:
@@ -41,7 +44,7 @@ def implementation_at_load(config: PreTrainedConfig) -> str:
 
 
 def kinds_of_layers(config: Any) -> frozenset[str]:
-    """Return the kinds of a model's layers that are no attention, but keep what they need in KV blocks."""
+    """Return the kinds of a model's layers that a function here replaces, and not only their attention."""
     replacement = _REPLACEMENTS.get(config.model_type)
     kinds = frozenset[str]() if replacement is None else _KINDS.get(replacement.function, frozenset())
     # Some models of granitemoehybrid have attention only.
@@ -60,9 +63,11 @@ def connect(model: PreTrainedModel) -> None:
         return
     _check_variant(config, model.dtype)
     step: dict[str, object] = {}
+    positions: dict[str, object] = {}
 
     def keep(_: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         step["paged_step"] = options.get("paged_step")
+        positions["position_ids"] = options.get("position_ids")
         if replacement.needs_mask and config._attn_implementation != "eager":
             options = {**options, "attention_mask": torch.zeros((1, 1, 1, 1), dtype=torch.bool)}
         return inputs, options
@@ -71,7 +76,8 @@ def connect(model: PreTrainedModel) -> None:
     layers: list[Any] = [each for each in model.modules() if type(each).__name__ == replacement.layer_class]
     for layer in layers:
         original = getattr(layer, replacement.method)
-        run = partial(_run, config, step, layer, original, replacement.function)
+        added = positions if replacement.needs_positions else {}
+        run = partial(_run, config, step, added, layer, original, replacement.function)
         setattr(layer, replacement.method, run)
     # transformers looks for the interface in the source of the model's class, where it is not.
     model._can_set_attn_implementation = lambda: True
@@ -100,6 +106,7 @@ def _check_variant(config: Any, dtype: torch.dtype) -> None:
 def _run(
     config: PreTrainedConfig,
     step: dict[str, object],
+    added: dict[str, object],
     layer: torch.nn.Module,
     original: Callable[..., Any],
     function: Callable[..., Any],
@@ -117,7 +124,7 @@ def _run(
         output: torch.Tensor = interface(layer, query, key, value, mask, **arguments, **step)[0]
         return output
 
-    return function(layer, attend, *inputs, **options)
+    return function(layer, attend, *inputs, **options, **added)
 
 
 def _heads(layer: Any, hidden_states: torch.Tensor, num_heads: int, names: str) -> list[torch.Tensor]:
@@ -217,6 +224,9 @@ _REPLACEMENTS = {
     "lfm2": _Replacement("Lfm2ShortConv", "forward", run_short_convolution),
     "lfm2_moe": _Replacement("Lfm2MoeShortConv", "forward", run_short_convolution),
     "lfm3": _Replacement("Lfm3ShortConv", "forward", run_short_convolution),
+    "llama4_text": _Replacement(
+        "Llama4TextAttention", "forward", run_chunked_attention, needs_positions=True
+    ),
     "megatron-bert": _Replacement("MegatronBertSelfAttention", "forward", _bert),
     "mpt": _Replacement("MptAttention", "forward", _mpt, needs_mask=True),
     "mvp": _Replacement("MvpAttention", "forward", _xglm),
@@ -229,5 +239,6 @@ _REPLACEMENTS = {
 _KINDS: dict[Callable[..., Any], frozenset[str]] = {
     run_short_convolution: frozenset({"conv"}),
     run_mamba: frozenset({"linear_attention", "hybrid"}),
+    run_chunked_attention: frozenset({"chunked_attention"}),
 }
 """What transformers calls the layers that a function replaces."""

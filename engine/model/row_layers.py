@@ -56,7 +56,7 @@ _FUNCTIONS = {
     torch.nn.functional.silu: Activation.SILU,
 }
 """The kernel that replaces a torch function whose bits depend on the processor or on other rows."""
-_NAMES = {"linear", *(function.__name__ for function in _FUNCTIONS)}
+_NAMES = {"linear", "polar", *(function.__name__ for function in _FUNCTIONS)}
 _CONVERSIONS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -106,6 +106,19 @@ class RowNorm(torch.nn.Module):
         return rows.norm(inputs, self.kind, self.weight32, self.bias32, self.epsilon)
 
 
+class PlainRowNorm(torch.nn.Module):
+    """An RMS norm without a weight, for rows of any length."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalize each row of ``[..., length]``."""
+        ones = torch.ones(inputs.shape[-1])
+        return rows.norm(inputs, Norm.RMS_IN_FLOAT32, ones, None, self.epsilon)
+
+
 class RowActivation(torch.nn.Module):
     """Applies an elementwise function, in pieces of whole vectors."""
 
@@ -149,6 +162,9 @@ class KernelFunctions(TorchFunctionMode):
     ) -> Any:
         if function in _FUNCTIONS and args[0].is_cpu:
             return rows.activation(args[0], _FUNCTIONS[function])
+        if function is torch.polar and args[0].is_cpu:
+            sizes, angles = args
+            return torch.complex(sizes * torch.cos(angles), sizes * torch.sin(angles))
         if function is torch.Tensor.__rpow__ and args[0].is_cpu and args[0].is_floating_point():
             return _powers(*args)
         return function(*args, **(kwargs or {}))
@@ -235,14 +251,28 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
                 setattr(parent, name, RowActivation(child))
 
 
-def _row_norm(module: torch.nn.Module) -> RowNorm | None:
+def _row_norm(module: torch.nn.Module) -> RowNorm | PlainRowNorm | None:
     """Return the kernel's norm that is equivalent to a module; None if there is none."""
     if type(module) is torch.nn.LayerNorm and len(module.normalized_shape) == 1:
         length = module.normalized_shape[0]
         ones = torch.ones(length) if module.weight is None else module.weight
         zeros = torch.zeros(length) if module.bias is None else module.bias
         return RowNorm(Norm.LAYER, ones, ones, zeros, module.eps)
-    return find_rms_norm(module, _rms_norm)
+    return _plain_norm(module) or find_rms_norm(module, _rms_norm)
+
+
+def _plain_norm(module: torch.nn.Module) -> PlainRowNorm | None:
+    """Return the kernel's norm that is equivalent to a norm without a weight; None if there is none."""
+    epsilon = getattr(module, "eps", None)
+    has_name = type(module).__name__.endswith(("L2Norm", "RMSNorm"))
+    if not has_name or epsilon is None or module.state_dict():
+        return None
+    norm, shape = PlainRowNorm(epsilon), getattr(module, "normalized_shape", (64,))
+    with torch.inference_mode():
+        inputs = torch.randn((8, *shape), generator=torch.Generator().manual_seed(1)) * 3
+        expected = module(inputs)
+        is_equal = (norm(inputs) - expected).abs().max() <= TOLERANCES[torch.float32] * expected.abs().max()
+    return norm if is_equal else None
 
 
 def _rms_norm(weight: torch.Tensor, shift: float, epsilon: float, kind: Norm) -> RowNorm:

@@ -303,9 +303,10 @@ def _load_part(
     check_weights(folder)
     rank, num_ranks = collectives.rank, collectives.num_ranks
     if kinds := own_attention.kinds_of_layers(config.get_text_config()):
-        what = "a short convolution" if "conv" in kinds else "a state"
+        special = {"conv": "with a short convolution", "chunked_attention": "that attend within chunks"}
+        what = next((text for kind, text in special.items() if kind in kinds), "with a state")
         raise SettingError(
-            f"the model cannot be divided among {num_ranks} processes: it has layers with {what}; "
+            f"the model cannot be divided among {num_ranks} processes: it has layers {what}; "
             "choose a tensor-parallel size of 1"
         )
     chosen = None if dtype == "auto" else DTYPES[dtype]

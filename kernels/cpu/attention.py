@@ -90,6 +90,7 @@ _INTEGERS = (
     "scale_block_stride",
     "scale_value_offset",
     "window",
+    "is_chunked",
 )
 ARGUMENTS = np.dtype(
     [(name, np.int64) for name in _ADDRESSES + _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)],
@@ -108,6 +109,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    is_chunked: bool = False,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -162,6 +164,7 @@ def paged_attention(
         scale_block_stride,
         scale_value_offset,
         sliding_window or 0,
+        is_chunked,
     )
     arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=ARGUMENTS)
     kernel = kernel_for(head_dim, block_size, group, STORAGE[kv_layer.dtype], latent_dim)
@@ -400,6 +403,16 @@ def _position(args: Any, sequence: int, token: int) -> Any:
 
 
 @compiled
+def _first_seen(args: Any, position: int) -> Any:
+    """Return the first position that a token sees."""
+    if args.window == 0:
+        return 0
+    if args.is_chunked:
+        return position // args.window * args.window
+    return max(0, position - args.window + 1)
+
+
+@compiled
 def _scale_of(scales_at: int, block: int, block_stride: int) -> np.float32:
     """Return the factor of a block's 8-bit keys or values."""
     scale: np.float32 = carray(pointer(scales_at + 4 * block_stride * block, np.float32), (1,))[0]
@@ -506,7 +519,7 @@ def _attend_span(
     for row in range(num_rows):
         position = positions[row]
         _apply_softcap_and_alibi(scores, row, span, args.softcap, slopes[row % group], base - position)
-        low = min(span, max(0, position - args.window + 1 - base)) if args.window > 0 else 0
+        low = min(span, max(0, _first_seen(args, position) - base))
         high = max(0, min(num_keys, position + 1 - base))
         _running_softmax(scores, row, low, high, best, weight, total, span, value_dim)
     if has_few_rows:
@@ -595,7 +608,7 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any, latents
                     end_span = highest // span + 1
                 table_at = args.block_tables + 4 * parts[own, 0] * args.table_width
                 table = carray(pointer(table_at, np.int32), (args.table_width,))
-                first_key = max(0, lowest - args.window + 1) if args.window > 0 else 0
+                first_key = _first_seen(args, lowest)
                 for span_index in range(max(first_span, first_key // span), end_span):
                     _attend_span(
                         args,

@@ -34,6 +34,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    is_chunked: bool = False,
     logit_softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -94,6 +95,7 @@ def paged_attention(
             "STRIDE_SLOT": kv_layer.stride(3),
             "STRIDE_SCALE_BLOCK": kv_scales.stride(0) if kv_scales is not None else 0,
             "KV_FORMAT": kv_format.name if kv_format else None,
+            "IS_CHUNKED": is_chunked,
         },
     )
     architecture = configs.arch_of(kv_layer.device)
@@ -183,6 +185,7 @@ def _decode(
             num_slots,
             *launch.strides[:2],
             HEAD_DIM=launch.constants["HEAD_DIM"],
+            IS_CHUNKED=launch.constants["IS_CHUNKED"],
             BLOCK_D=block_d,
             **cut,
             SPLITS_AT_ONCE=_SPLITS_AT_ONCE,

@@ -75,6 +75,13 @@ def _soft_cap(logits, cap):
 
 
 @triton.jit
+def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
+    """Return the first position that tokens see in a window, or in their chunk, which is as large."""
+    first = position // window * window if IS_CHUNKED else position - window + 1
+    return tl.maximum(first, 0)
+
+
+@triton.jit
 def _attend(
     query,
     peak,
@@ -101,6 +108,7 @@ def _attend(
     STRIDE_SLOT: tl.constexpr,
     STRIDE_SCALE_BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attend over the keys at ``first..last - 1`` and return the running softmax (peak, total, output).
@@ -135,7 +143,8 @@ def _attend(
         if MASKED:
             is_seen = is_known[None, :] & (key_position[None, :] <= position[:, None])
             if window is not None:
-                is_seen = is_seen & (key_position[None, :] > position[:, None] - window)
+                first_seen = _first_seen(position, window, IS_CHUNKED)
+                is_seen = is_seen & (key_position[None, :] >= first_seen[:, None])
             logits = tl.where(is_seen, logits, float("-inf"))
 
         new_peak = tl.maximum(peak, tl.max(logits, axis=1) * factor)
@@ -224,6 +233,7 @@ def prefill_kernel(
     STRIDE_SLOT: tl.constexpr,
     STRIDE_SCALE_BLOCK: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
 ):
     """Compute attention for the sequences with several new tokens. The grid is (tiles, KV heads)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -274,15 +284,15 @@ def prefill_kernel(
         peak, total, accumulator = _attend(
             q, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys, values,
             key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
-            BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, MASKED=False,
+            BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=False,
         )  # fmt: skip
     else:
-        lowest = tl.maximum(first_position - window + 1, 0)
+        lowest = _first_seen(first_position, window, IS_CHUNKED)
         masked_first = lowest // BLOCK_N * BLOCK_N
     peak, total, accumulator = _attend(
         q, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys, values,
         key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
-        BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, MASKED=True,
+        BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=True,
     )  # fmt: skip
 
     head_sinks = None
@@ -298,11 +308,18 @@ def prefill_kernel(
 
 
 @triton.jit
-def _cut(length, window, SPLIT_TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _cut(
+    length,
+    window,
+    SPLIT_TOKENS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+):
     """Return (lowest key that the last token sees, start of its splits, tokens per split, splits)."""
     lowest = 0
     if window is not None:
-        lowest = tl.maximum(length - window, 0)
+        lowest = _first_seen(length - 1, window, IS_CHUNKED)
     first = lowest // BLOCK_N * BLOCK_N
     split_tokens = tl.cdiv(tl.cdiv(length - first, MAX_SPLITS), SPLIT_TOKENS) * SPLIT_TOKENS
     return lowest, first, split_tokens, tl.cdiv(length - first, split_tokens)
@@ -346,6 +363,7 @@ def decode_kernel(
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
 ):
     """Compute attention for the single new token of each sequence, over its splits.
 
@@ -363,7 +381,9 @@ def decode_kernel(
     length = tl.load(seq_lens + sequence)
     if (tl.load(query_starts + sequence + 1) - token != 1) | (length <= 0):
         return
-    lowest, first, split_tokens, num_splits = _cut(length, window, SPLIT_TOKENS, MAX_SPLITS, BLOCK_N)
+    lowest, first, split_tokens, num_splits = _cut(
+        length, window, SPLIT_TOKENS, MAX_SPLITS, BLOCK_N, IS_CHUNKED
+    )
     if tl.program_id(0) >= num_splits:
         return
 
@@ -401,7 +421,8 @@ def decode_kernel(
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table,
             keys, values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM,
-            BLOCK_N, BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, MASKED=True,
+            BLOCK_N, BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED,
+            MASKED=True,
         )  # fmt: skip
         if num_splits == 1:
             accumulator = _normalize(peak, total, accumulator, head_sinks)
@@ -438,6 +459,7 @@ def combine_kernel(
     SPLIT_TOKENS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
 ):
     """Merge the splits of each token that has several. The grid is (heads, sequences)."""
     head = tl.program_id(0)
@@ -446,7 +468,7 @@ def combine_kernel(
     length = tl.load(seq_lens + sequence)
     if (tl.load(query_starts + sequence + 1) - token != 1) | (length <= 0):
         return
-    _, _, _, num_splits = _cut(length, window, SPLIT_TOKENS, MAX_SPLITS, BLOCK_N)
+    _, _, _, num_splits = _cut(length, window, SPLIT_TOKENS, MAX_SPLITS, BLOCK_N, IS_CHUNKED)
     if num_splits == 1:
         return
 

@@ -20,19 +20,20 @@ from quire.kernels.cpu.amx_product import FLOAT32
 from quire.settings.setting import SettingError
 from tests.testing.tiny_models import load_reference
 
-ARCHITECTURES = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+ARCHITECTURES = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "llama4"]
 TinyModel = Callable[..., Path]
 
 
 def block_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the router and experts of the last layer, as a function of ``[num_tokens, hidden_size]``."""
-    block = model.model.layers[-1].mlp
+    layer = model.model.layers[-1]
+    block = layer.mlp if hasattr(layer, "mlp") else layer.feed_forward
 
     def run(hidden: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
             output = block(hidden[None])
-        result: torch.Tensor = (output[0] if isinstance(output, tuple) else output)[0]
-        return result
+        result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return result.reshape(hidden.shape)
 
     return run
 

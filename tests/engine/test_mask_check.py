@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 )
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.mask_check import MaskFunction, MaskObserver, OwnMaskError, mask_problem
+from quire.engine.model.mask_check import MaskFunction, MaskObserver, OwnMaskError, Window, mask_problem
 from quire.engine.weights.loader import load_model
 
 NO_PADDING = torch.zeros(1, dtype=torch.long)
@@ -25,30 +25,39 @@ NO_PADDING = torch.zeros(1, dtype=torch.long)
 @pytest.mark.parametrize("window", [None, 1, 24, 4096])
 def test_a_causal_window_passes(window: int | None, num_positions: int) -> None:
     function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
-    assert mask_problem([window], [function], None, num_positions) is None
+    assert mask_problem([Window(window)], [function], None, num_positions) is None
+
+
+@pytest.mark.parametrize("num_positions", [1, 2, 8193, 131_072])
+@pytest.mark.parametrize("size", [1, 24, 8192])
+def test_chunks_pass(size: int, num_positions: int) -> None:
+    function = chunked_causal_mask_function(size, NO_PADDING)
+    assert mask_problem([Window(size, is_chunked=True)], [function], None, num_positions) is None
 
 
 @pytest.mark.parametrize(
     ("window", "function"),
     [
-        (None, sliding_window_causal_mask_function(64)),
-        (None, sliding_window_causal_mask_function(131_071)),
-        (4096, sliding_window_causal_mask_function(4097)),
-        (4097, sliding_window_causal_mask_function(4096)),
-        (4096, causal_mask_function),
-        (None, chunked_causal_mask_function(8192, NO_PADDING)),
-        (8192, chunked_causal_mask_function(8192, NO_PADDING)),
-        (None, bidirectional_mask_function),
+        (Window(None), sliding_window_causal_mask_function(64)),
+        (Window(None), sliding_window_causal_mask_function(131_071)),
+        (Window(4096), sliding_window_causal_mask_function(4097)),
+        (Window(4097), sliding_window_causal_mask_function(4096)),
+        (Window(4096), causal_mask_function),
+        (Window(None), chunked_causal_mask_function(8192, NO_PADDING)),
+        (Window(8192), chunked_causal_mask_function(8192, NO_PADDING)),
+        (Window(8192, is_chunked=True), sliding_window_causal_mask_function(8192)),
+        (Window(8192, is_chunked=True), chunked_causal_mask_function(8191, NO_PADDING)),
+        (Window(None), bidirectional_mask_function),
     ],
 )
-def test_another_mask_is_found(window: int | None, function: MaskFunction) -> None:
-    problem = mask_problem([None, window], [causal_mask_function, function], None, 131_072)
+def test_another_mask_is_found(window: Window, function: MaskFunction) -> None:
+    problem = mask_problem([Window(None), window], [causal_mask_function, function], None, 131_072)
     assert problem is not None
     assert problem.startswith("layer 1 gives attention")
 
 
 def test_a_window_that_only_the_configuration_names_is_found() -> None:
-    problem = mask_problem([None, None], [None, None], ["full_attention", "sliding_attention"], 512)
+    problem = mask_problem([Window(None)] * 2, [None, None], ["full_attention", "sliding_attention"], 512)
     assert problem == "layer 1 is of type 'sliding_attention' and gives attention no window"
 
 

@@ -20,7 +20,7 @@ from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, outp
 from tests.testing.tiny_engine import make_request as make_any_request
 from tests.testing.windows import NUM_NEW, Expected, finish, make_request
 
-MIXED = ["gemma2", "gemma3", "gpt_oss", "lfm2", "lfm3"]
+MIXED = ["gemma2", "gemma3", "gpt_oss", "lfm2", "lfm3", "llama4"]
 make_small_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=32)
 Load = Callable[[str], LoadedModel]
 

@@ -38,7 +38,7 @@ def model(num_layers: int) -> LoadedModel:
         max_position_embeddings=8192,
         vocab_size=320,
         eos_token_ids=frozenset(),
-        heads=KvHeads(num_layers, 8, 128, (AttentionCall(None, 1.0, None, None),) * num_layers),
+        heads=KvHeads(num_layers, 8, 128, (AttentionCall(None, False, 1.0, None, None),) * num_layers),
         recipe=None,
         arithmetic="",
     )

@@ -7,9 +7,17 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 
 from quire.engine.model.packed_linear import pack_linear_layers
-from quire.engine.model.row_layers import KernelActivation, RowActivation, RowNorm, make_batch_invariant
+from quire.engine.model.row_layers import (
+    KernelActivation,
+    KernelFunctions,
+    PlainRowNorm,
+    RowActivation,
+    RowNorm,
+    make_batch_invariant,
+)
 
 
 @pytest.fixture(params=[1, 3, 4])
@@ -65,3 +73,22 @@ def test_a_norm_is_recognized_by_what_it_computes(dtype: torch.dtype) -> None:
     inputs = torch.randn((9, 100), generator=generator).to(dtype)
     for norm, original in zip(model, expected, strict=True):
         torch.testing.assert_close(norm(inputs), original(inputs))
+
+
+def test_a_norm_without_a_weight_is_recognized_too(threads: int) -> None:
+    model = torch.nn.Sequential(Llama4TextL2Norm(1e-5))
+    [expected] = model
+    make_batch_invariant(model)
+    assert isinstance(model[0], PlainRowNorm)
+    inputs = torch.randn((9, 4, 100), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(inputs), expected(inputs))
+    assert torch.equal(model(inputs)[3:4], model(inputs[3:4]))
+
+
+def test_a_rotation_does_not_depend_on_the_other_positions(threads: int) -> None:
+    angles = torch.randn((1, 9, 12), generator=torch.Generator().manual_seed(1)) * 100
+    with KernelFunctions():
+        whole = torch.polar(torch.ones_like(angles), angles)
+        one = torch.polar(torch.ones(1, 1, 12), angles[:, 5:6])
+    torch.testing.assert_close(whole, torch.polar(torch.ones_like(angles), angles))
+    assert torch.equal(whole[:, 5:6], one)

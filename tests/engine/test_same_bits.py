@@ -31,6 +31,7 @@ ARCHITECTURES = [
     "gpt2",
     "lfm2",
     "lfm3",
+    "llama4",
     *EXPERTS,
 ]
 
@@ -81,7 +82,16 @@ def test_logprobs_in_the_order_of_amx_do_not_depend_on_how_a_sequence_is_cut(
         *((each, "bfloat16", "auto") for each in ARCHITECTURES),
         *(
             (each, "float32", "auto")
-            for each in ("llama", "mistral", "mixtral", "minicpm3", "deepseek_v3", "phimoe")
+            for each in (
+                "llama",
+                "llama4",
+                "mistral",
+                "deepseek_v2",
+                "mixtral",
+                "minicpm3",
+                "deepseek_v3",
+                "phimoe",
+            )
         ),
         *(("llama", "float32", each) for each in ("w8a8", "w4a8", "int8", "int4")),
         *(("gpt_oss", "float32", each) for each in ("w8a8", "int8", "int4")),

@@ -26,7 +26,7 @@ STATES = ["bamba", "granitemoehybrid", "falcon_h1"]
 LATENT = ["deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"]
 ARCHITECTURES = [
     *("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt"),
-    *(*EXPERTS, *LATENT, *CONVOLUTIONS, *STATES),
+    *(*EXPERTS, *LATENT, *CONVOLUTIONS, *STATES, "llama4"),
 ]
 PROMPT_LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 50, 100]
 
@@ -45,7 +45,7 @@ def test_every_prompt_length(architecture: str, load: Load, expected: Expected) 
 
 
 @pytest.mark.parametrize("budget", [16, 100])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", *LATENT, *CONVOLUTIONS, *STATES])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "llama4", *LATENT, *CONVOLUTIONS, *STATES])
 def test_prefill_in_chunks(architecture: str, budget: int, load: Load, expected: Expected) -> None:
     engine = make_engine(load(architecture), max_num_seqs=16, max_num_batched_tokens=budget)
     prompt = make_prompt(200)

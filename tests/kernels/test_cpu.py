@@ -141,6 +141,7 @@ shapes = st.sampled_from(
     lengths=lengths,
     shape=shapes,
     window=st.sampled_from([None, 1, 7, 24]),
+    is_chunked=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
     has_sinks=st.booleans(),
     has_slopes=st.booleans(),
@@ -149,6 +150,7 @@ def test_equals_the_reference(
     lengths: list[tuple[int, int]],
     shape: Shape,
     window: int | None,
+    is_chunked: bool,
     softcap: float | None,
     has_sinks: bool,
     has_slopes: bool,
@@ -157,7 +159,8 @@ def test_equals_the_reference(
     num_heads = case.query.shape[1]
     sinks = torch.linspace(-1.0, 1.0, num_heads) if has_sinks else None
     slopes = torch.linspace(0.0, 0.5, num_heads) if has_slopes else None
-    compare(case, sliding_window=window, logit_softcap=softcap, sinks=sinks, alibi_slopes=slopes)
+    windows = {"sliding_window": window, "is_chunked": is_chunked}
+    compare(case, **windows, logit_softcap=softcap, sinks=sinks, alibi_slopes=slopes)
 
 
 def test_blocks_of_one_token() -> None:

@@ -208,6 +208,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 7},
     "wide window": {"sliding_window": 40},
+    "chunks": {"sliding_window": 24, "is_chunked": True},
     "softcap": {"logit_softcap": 3.0},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)},
@@ -261,6 +262,7 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any], float]:
     num_heads = layout.num_kv_heads * group
     options: dict[str, Any] = {
         "sliding_window": draw(st.none() | st.integers(1, 40)),
+        "is_chunked": draw(st.booleans()),
         "logit_softcap": draw(st.none() | st.just(4.0)),
         "sinks": draw(st.none() | st.just(torch.linspace(-2, 2, num_heads))),
         "alibi_slopes": draw(st.none() | st.just(torch.linspace(1, 0.1, num_heads))),
