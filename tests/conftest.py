@@ -166,6 +166,27 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks that this process starts, for a test of what they compute."""
+    from quire.engine.ranks import ranks
+    from tests.testing.forked_ranks import forked_rank
+
+    monkeypatch.setattr(ranks, "_start", forked_rank)
+
+
+@pytest.fixture(scope="session")
+def check_greedy(tiny_model: Callable[..., Path]) -> Callable[..., None]:
+    """Return a function that checks an answer to a prompt: ``num_new`` greedy tokens of transformers."""
+    from tests.testing.tiny_models import best_tokens, load_reference
+
+    def check(architecture: str, prompt: list[int], tokens: list[int], num_new: int = 64) -> None:
+        assert len(tokens) == num_new
+        assert tokens == best_tokens(load_reference(tiny_model(architecture)), prompt, tokens)
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def expected(tiny_model: Callable[..., Path]) -> Callable[..., list[int]]:
     """Return a function from (architecture, prompt) to the first greedy tokens of transformers."""

@@ -18,7 +18,7 @@ from quire.kvindex.block_hash import block_hash
 from tests.testing import windows
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
 from tests.testing.tiny_engine import make_request as make_any_request
-from tests.testing.windows import NUM_NEW, Expected, finish, make_request
+from tests.testing.windows import NUM_NEW, CheckGreedy, finish, make_request
 
 MIXED = ["gemma2", "gemma3", "gpt_oss", "lfm2", "lfm3", "llama4"]
 make_small_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=32)
@@ -38,7 +38,7 @@ def frames_for(model: LoadedModel, num_tokens: int, num_in_step: int = 0) -> flo
 def test_a_decode_holds_its_window_and_what_full_layers_see(load: Load, architecture: str) -> None:
     model = load(architecture)
     engine = make_small_engine(model, num_blocks=64)
-    request = make_request("r", 100)
+    request = make_request("r", 100, max_tokens=300)
     engine.add_request(request)
     while request.num_output_tokens < 280:
         engine.step()
@@ -53,28 +53,27 @@ def test_a_decode_holds_its_window_and_what_full_layers_see(load: Load, architec
 @pytest.mark.parametrize("architecture", MIXED)
 @pytest.mark.parametrize("length", [1, 40, 150])
 def test_a_sequence_may_be_longer_than_the_pool(
-    load: Load, expected: Expected, architecture: str, length: int
+    load: Load, check_greedy: CheckGreedy, architecture: str, length: int
 ) -> None:
-    """The pool has whole blocks for 320 or 192 tokens; the sequence has up to 450."""
-    engine = make_small_engine(load(architecture), num_blocks=12 if architecture == "gemma3" else 20)
+    """The pool has whole blocks for 256 or 192 tokens; the sequence has up to 350."""
+    engine = make_small_engine(load(architecture), num_blocks=12 if architecture == "gemma3" else 16)
     request = make_request("r", length)
     engine.add_request(request)
     finish(engine)
-    assert output(request) == expected(architecture, request.token_ids[:length], NUM_NEW)
+    check_greedy(architecture, request.token_ids[:length], output(request), NUM_NEW)
 
 
 @pytest.mark.parametrize("architecture", MIXED)
 def test_cold_warm_and_stripped_prompts_give_the_same(
-    load: Load, expected: Expected, architecture: str
+    load: Load, check_greedy: CheckGreedy, architecture: str
 ) -> None:
     engine = make_small_engine(load(architecture), num_blocks=40)
-    wanted = expected(architecture, make_prompt(150), 40)
-    cached = []
+    answers, cached = [], []
     for number in range(5):
         request = make_request(str(number), 150, max_tokens=40)
         engine.add_request(request)
         finish(engine)
-        assert output(request) == wanted
+        answers.append(output(request))
         cached.append(request.num_cached_tokens)
         if number == 1:  # take the window parts of all blocks that can spare them
             pool = engine.pool
@@ -85,6 +84,8 @@ def test_cold_warm_and_stripped_prompts_give_the_same(
             for other in range(3):
                 engine.add_request(make_request(f"other{other}", 300, 1 + other, max_tokens=20))
                 finish(engine)
+    check_greedy(architecture, make_prompt(150), answers[0], 40)
+    assert answers == [answers[0]] * 5
     assert cached[0] == 0
     assert cached[1] >= 144
     assert cached[4] >= 144
@@ -94,20 +95,20 @@ def test_cold_warm_and_stripped_prompts_give_the_same(
 @pytest.mark.parametrize("architecture", MIXED)
 @pytest.mark.parametrize("is_swapped", [True, False])
 def test_preempted_sequences_are_restored(
-    load: Load, expected: Expected, architecture: str, is_swapped: bool
+    load: Load, check_greedy: CheckGreedy, architecture: str, is_swapped: bool
 ) -> None:
-    num_blocks = 18 if architecture == "gemma3" else 36
+    num_blocks = 17 if architecture == "gemma3" else 24
     engine = make_small_engine(
         load(architecture), num_blocks=num_blocks, num_swap_blocks=80, prefers_swap=is_swapped
     )
     windows.check_preemption(
-        engine, 2, is_swapped=is_swapped, expected=lambda prompt: expected(architecture, prompt, NUM_NEW)
+        engine, 2, is_swapped=is_swapped, architecture=architecture, check_greedy=check_greedy
     )
 
 
 @pytest.mark.parametrize("architecture", MIXED)
 def test_a_transfer_brings_bare_blocks_behind_the_window(
-    load: Load, expected: Expected, architecture: str
+    load: Load, check_greedy: CheckGreedy, architecture: str
 ) -> None:
     model = load(architecture)
     prefill, decode = make_small_engine(model, num_blocks=64), make_small_engine(model, num_blocks=24)
@@ -128,13 +129,13 @@ def test_a_transfer_brings_bare_blocks_behind_the_window(
     prefill.abort("r")
     prefill.check_conservation()
     finish(decode)
-    assert output(here) == expected(architecture, here.token_ids[:150], NUM_NEW)
+    check_greedy(architecture, here.token_ids[:150], output(here), NUM_NEW)
     # The next turn of the chat finds what was pushed, and what was computed here.
-    again = make_any_request("again", here.token_ids[:420], temperature=0.0, max_tokens=30)
+    again = make_any_request("again", here.token_ids[:324], temperature=0.0, max_tokens=26)
     decode.add_request(again)
     finish(decode)
-    assert again.num_cached_tokens >= 416
-    assert output(again) == here.token_ids[420:450]
+    assert again.num_cached_tokens >= 320
+    assert output(again) == here.token_ids[324:350]
 
 
 @pytest.mark.parametrize("architecture", MIXED)

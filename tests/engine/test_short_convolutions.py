@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.engine import Engine
 from quire.engine.errors import KvBudgetError
-from quire.engine.sequences.sequence import GeneratedToken, Sequence
 from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.adapters import UnsupportedAdapterError, check_adaptable
@@ -18,8 +16,15 @@ from quire.engine.weights.loader import LoadedModel, load_model
 from quire.llm import LLM
 from quire.settings.setting import SettingError
 from tests.testing.random_schedules import check_random_schedule
-from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run, run_in_order
-from tests.testing.tiny_models import generate_greedy, load_reference
+from tests.testing.tiny_engine import (
+    CPU,
+    check_prefix_hit,
+    make_engine,
+    make_prompt,
+    make_request,
+    run_in_order,
+)
+from tests.testing.tiny_models import best_tokens, load_reference
 
 TinyModel = Callable[..., Path]
 
@@ -45,29 +50,12 @@ def test_other_sizes(tiny_model: TinyModel, sizes: dict[str, Any]) -> None:
     engine = make_engine(load_model(str(folder), "float32", CPU), max_num_batched_tokens=20)
     prompt = make_prompt(70)
     [tokens] = run_in_order(engine, make_request("r", prompt, temperature=0.0))
-    assert tokens == generate_greedy(load_reference(folder), prompt, 40)
-
-
-def logprobs_of(engine: Engine, sequence: Sequence) -> list[GeneratedToken]:
-    """Run a request; return its tokens with their logprobs."""
-    engine.add_request(sequence)
-    found: list[GeneratedToken] = []
-    while not engine.is_idle:
-        found += [token for update in engine.step() for token in update.tokens]
-    return found
+    assert tokens == best_tokens(load_reference(folder), prompt, tokens)
 
 
 @pytest.mark.parametrize("num_equal", [16, 17, 18, 19, 48, 50, 63, 64])
 def test_a_prefix_hit_gives_the_same_bits(lfm2: LoadedModel, num_equal: int) -> None:
-    first = make_prompt(80)
-    prompt = [*first[:num_equal], *make_prompt(30, seed=1)]
-    params = {"temperature": 0.0, "max_tokens": 10, "num_logprobs": 3}
-    cold = logprobs_of(make_engine(lfm2), make_request("cold", prompt, **params))
-    engine = make_engine(lfm2)
-    run(engine, make_request("first", first))
-    warm = make_request("warm", prompt, **params)
-    assert logprobs_of(engine, warm) == cold
-    assert warm.num_cached_tokens >= num_equal // 16 * 16
+    assert check_prefix_hit(lfm2, num_equal) >= num_equal // 16 * 16
 
 
 @pytest.mark.slow

@@ -11,20 +11,27 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.engine import Engine
 from quire.engine.errors import KvBudgetError
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.states import StateShape, with_states
 from quire.engine.pool_memory import allocate_pool
-from quire.engine.sequences.sequence import GeneratedToken, Sequence
 from quire.engine.weights.adapters import UnsupportedAdapterError, check_adaptable
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvShape
 from quire.llm import LLM
 from quire.settings.setting import SettingError
 from tests.testing.random_schedules import check_random_schedule
-from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run, run_in_order
-from tests.testing.tiny_models import generate_greedy, load_reference, make_random_model
+from tests.testing.tiny_engine import (
+    CPU,
+    check_prefix_hit,
+    generated,
+    make_engine,
+    make_prompt,
+    make_request,
+    run,
+    run_in_order,
+)
+from tests.testing.tiny_models import best_tokens, load_reference, make_random_model
 
 TinyModel = Callable[..., Path]
 
@@ -72,16 +79,7 @@ def check_tokens(folder: Path) -> None:
     engine = make_engine(load_model(str(folder), "float32", CPU), max_num_seqs=8, max_num_batched_tokens=20)
     prompt = make_prompt(70)
     [tokens] = run_in_order(engine, make_request("r", prompt, temperature=0.0))
-    assert tokens == generate_greedy(load_reference(folder), prompt, 40)
-
-
-def logprobs_of(engine: Engine, sequence: Sequence) -> list[GeneratedToken]:
-    """Run a request; return its tokens with their logprobs."""
-    engine.add_request(sequence)
-    found: list[GeneratedToken] = []
-    while not engine.is_idle:
-        found += [token for update in engine.step() for token in update.tokens]
-    return found
+    assert tokens == best_tokens(load_reference(folder), prompt, tokens)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +87,7 @@ def logprobs_of(engine: Engine, sequence: Sequence) -> list[GeneratedToken]:
 )
 def test_a_prefix_hit_gives_the_same_bits(bamba: LoadedModel, num_equal: int, num_cached: int) -> None:
     """It ends at a block, since a block that matches in part has no state of the tokens that match."""
-    first = make_prompt(80)
-    prompt = [*first[:num_equal], *make_prompt(30, seed=1)]
-    params = {"temperature": 0.0, "max_tokens": 10, "num_logprobs": 3}
-    cold = logprobs_of(make_engine(bamba), make_request("cold", prompt, **params))
-    engine = make_engine(bamba)
-    run(engine, make_request("first", first))
-    warm = make_request("warm", prompt, **params)
-    assert logprobs_of(engine, warm) == cold
-    assert warm.num_cached_tokens == num_cached
+    assert check_prefix_hit(bamba, num_equal) == num_cached
 
 
 def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
@@ -113,8 +103,8 @@ def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
         warm = make_request("warm", prompt, **params)
         hashes = engine.tables.prefix_hashes(warm)[: num_equal // 16]
         assert all(each in engine.pool for each in hashes)
-        cold = logprobs_of(make_engine(bamba), make_request("cold", prompt, **params))
-        assert logprobs_of(engine, warm) == cold
+        cold = generated(make_engine(bamba), make_request("cold", prompt, **params))
+        assert generated(engine, warm) == cold
         assert warm.num_cached_tokens == num_cached
 
 
@@ -183,6 +173,6 @@ def test_bfloat16(tiny_model: TinyModel) -> None:
     assert model.dtype == torch.bfloat16
     prompt = make_prompt(90)
     params = {"temperature": 0.0, "num_logprobs": 3}
-    whole = logprobs_of(make_engine(model), make_request("r", prompt, **params))
+    whole = generated(make_engine(model), make_request("r", prompt, **params))
     split = make_engine(model, max_num_seqs=4, max_num_batched_tokens=7)
-    assert logprobs_of(split, make_request("r", prompt, **params)) == whole
+    assert generated(split, make_request("r", prompt, **params)) == whole

@@ -12,7 +12,7 @@ from quire.engine.sequences.sequence import NO_BLOCK
 from quire.engine.weights.loader import LoadedModel
 from tests.testing import windows
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, output
-from tests.testing.windows import NUM_NEW, WINDOW, Expected, finish, make_request
+from tests.testing.windows import NUM_NEW, WINDOW, CheckGreedy, finish, make_request
 
 make_windowed_engine = partial(make_engine, max_num_seqs=8, max_num_batched_tokens=64)
 
@@ -40,18 +40,18 @@ def test_a_model_has_a_window_if_every_layer_has_one(
 
 
 @pytest.mark.parametrize("length", [1, 40, 150])
-def test_memory_is_bounded_by_the_window(model: LoadedModel, expected: Expected, length: int) -> None:
-    """Eight blocks hold 128 tokens; the sequence has up to 450."""
+def test_memory_is_bounded_by_the_window(model: LoadedModel, check_greedy: CheckGreedy, length: int) -> None:
+    """Eight blocks hold 128 tokens; the sequence has up to 350."""
     engine = make_windowed_engine(model, num_blocks=8)
     request = make_request("r", length)
     engine.add_request(request)
     assert finish(engine) <= 8
-    assert output(request) == expected("mistral", request.token_ids[:length], NUM_NEW)
+    check_greedy("mistral", request.token_ids[:length], output(request), NUM_NEW)
 
 
 def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
     engine = make_windowed_engine(model, num_blocks=64)
-    request = make_request("r", 100)
+    request = make_request("r", 100, max_tokens=300)
     engine.add_request(request)
     while request.num_output_tokens < 200:
         engine.step()
@@ -62,11 +62,13 @@ def test_a_decode_holds_only_its_window(model: LoadedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_swapped", [True, False])
-def test_preempted_windows_are_restored(model: LoadedModel, expected: Expected, is_swapped: bool) -> None:
+def test_preempted_windows_are_restored(
+    model: LoadedModel, check_greedy: CheckGreedy, is_swapped: bool
+) -> None:
     """Three equal samples of each prompt: they share its blocks, and write blocks of their own."""
     engine = make_windowed_engine(model, num_blocks=16, num_swap_blocks=24, prefers_swap=is_swapped)
     windows.check_preemption(
-        engine, 3, is_swapped=is_swapped, expected=lambda prompt: expected("mistral", prompt, NUM_NEW)
+        engine, 3, is_swapped=is_swapped, architecture="mistral", check_greedy=check_greedy
     )
 
 
@@ -89,7 +91,7 @@ def test_samples_share_a_window(model: LoadedModel) -> None:
 
 
 def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(
-    model: LoadedModel, expected: Expected
+    model: LoadedModel, check_greedy: CheckGreedy
 ) -> None:
     engine = make_windowed_engine(model, num_blocks=64)
     first, second = make_request("first", 150), make_request("second", 150)
@@ -100,10 +102,11 @@ def test_a_prefix_hit_takes_the_last_window_of_the_whole_chain(
     assert second.num_cached_tokens == 149
     assert len(second.held_blocks) < 9
     finish(engine)
-    assert output(first) == output(second) == expected("mistral", first.token_ids[:150], NUM_NEW)
+    assert output(first) == output(second)
+    check_greedy("mistral", first.token_ids[:150], output(first), NUM_NEW)
 
 
-def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expected) -> None:
+def test_a_transfer_brings_only_the_window(model: LoadedModel, check_greedy: CheckGreedy) -> None:
     prefill, decode = make_windowed_engine(model, num_blocks=64), make_windowed_engine(model, num_blocks=8)
     there, here = make_request("r", 150), make_request("r", 150)
     there.stops_after_prefill = True
@@ -118,7 +121,7 @@ def test_a_transfer_brings_only_the_window(model: LoadedModel, expected: Expecte
     prefill.abort("r")
     prefill.check_conservation()
     assert finish(decode) <= 4
-    assert output(here) == expected("mistral", here.token_ids[:150], NUM_NEW)
+    check_greedy("mistral", here.token_ids[:150], output(here), NUM_NEW)
     assert decode.pool.counts.cached == 0  # no prompt can find blocks without those before them
 
 

@@ -21,6 +21,7 @@ from quire.models.source import demo_model_path
 from quire.models.training.conversations import NOTED
 from quire.models.training.tokenizer import SPECIAL_TOKENS, make_tokenizer, save_tokenizer
 from tests.testing.demo_forms import FORMS, held_out_form
+from tests.testing.tiny_models import best_tokens
 
 CONVERSATIONS = [
     [{"role": "user", "content": " the code of the lantern is 417. what is the code of the lantern? \n"}],
@@ -47,19 +48,17 @@ def checkpoint() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def num_right(
     checkpoint: tuple[PreTrainedModel, PreTrainedTokenizerFast], examples: Sequence[Example]
 ) -> int:
-    """Return how many examples transformers answers exactly right, greedily."""
+    """Return how many examples transformers answers exactly right, greedily, and ends the answer."""
     model, tokenizer = checkpoint
-    inputs = tokenizer.apply_chat_template(
-        [example.messages for example in examples],
-        add_generation_prompt=True,
-        padding=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    with torch.inference_mode():
-        outputs = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    texts = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text == example.expected for text, example in zip(texts, examples, strict=True))
+    answers = []
+    for messages, expected in examples:
+        answered = [*messages, {"role": "assistant", "content": expected}]
+        prompt, whole = (
+            tokenizer.apply_chat_template(each, add_generation_prompt=each is messages, return_dict=True)
+            for each in (messages, answered)
+        )
+        answers.append((prompt["input_ids"], whole["input_ids"][len(prompt["input_ids"]) :]))
+    return sum(best_tokens(model, *each) == each[1] for each in answers)
 
 
 def config() -> dict[str, Any]:

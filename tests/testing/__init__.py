@@ -21,5 +21,6 @@
 * ``promql``: the expressions of dashboards, and the series that they refer to.
 * ``certificates``: files of certificates for servers with TLS.
 * ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
+* ``forked``, ``forked_ranks``: processes that are forked from one that has imported torch.
 * ``processes``: ``quire serve``, workers that a script changes, ranks, and whether processes run.
 """

@@ -14,7 +14,7 @@ from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.paged_eviction import PagedEviction, Score, importance
 from quire.engine.sequences.schedule import Schedule
-from quire.engine.sequences.sequence import Sequence
+from quire.engine.sequences.sequence import GeneratedToken, Sequence
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
@@ -94,6 +94,32 @@ def run(engine: Engine, *requests: Sequence) -> Outputs:
         engine.check_conservation()
     assert engine.pool.counts.used == 0
     return outputs
+
+
+def generated(engine: Engine, request: Sequence) -> list[GeneratedToken]:
+    """Run a request; return its tokens with their logprobs."""
+    engine.add_request(request)
+    found: list[GeneratedToken] = []
+    while not engine.is_idle:
+        found += [token for update in engine.step() for token in update.tokens]
+    return found
+
+
+def check_prefix_hit(model: LoadedModel, num_equal: int) -> int:
+    """Check that a prompt which begins like a cached one gets the bits of a cold start.
+
+    Returns:
+        The number of its tokens that were cached.
+    """
+    first = make_prompt(80)
+    prompt = [*first[:num_equal], *make_prompt(30, seed=1)]
+    params = {"temperature": 0.0, "max_tokens": 10, "num_logprobs": 3}
+    cold = generated(make_engine(model), make_request("cold", prompt, **params))
+    engine = make_engine(model)
+    run(engine, make_request("first", first))
+    warm = make_request("warm", prompt, **params)
+    assert generated(engine, warm) == cold
+    return warm.num_cached_tokens
 
 
 def run_in_order(engine: Engine, *requests: Sequence) -> list[list[int]]:

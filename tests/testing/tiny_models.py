@@ -194,6 +194,18 @@ def generate_greedy(model: Any, prompt: list[int], num_new: int, **options: Any)
     return tokens
 
 
+def best_tokens(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Return transformers' best token at each place of an answer, after the answer's own tokens before it.
+
+    If these are the answer's tokens, it is the greedy one. All places take one pass of the model, and
+    ``generate_greedy`` takes one for each.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+    best: list[int] = logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+    return best
+
+
 def search_beams(
     model: Any, prompt: list[int], width: int, **options: Any
 ) -> tuple[list[list[int]], list[float]]:
