@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -20,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.forked import Forked
 from tests.testing.processes import ScriptedWorker, scripted_workers
 from tests.testing.stacks import make_prompt
 
@@ -70,7 +69,10 @@ from quire.services.router.config import RouterConfig
 def on_ready(running):
     print(json.dumps([running.address, running.metrics_port]), flush=True)
 
-config = RouterConfig(port=0, redis_url=sys.argv[1], poll_seconds=0.2, log_level="error")
+# On a busy machine, a worker takes long to start.
+config = RouterConfig(
+    port=0, redis_url=sys.argv[1], poll_seconds=0.2, worker_wait_seconds=120.0, log_level="error"
+)
 asyncio.run(run_router(config, on_ready))
 """
 )
@@ -79,7 +81,7 @@ asyncio.run(run_router(config, on_ready))
 class Probed:
     """A process, and what its probes answer."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str, metrics_port: int) -> None:
+    def __init__(self, process: Forked, address: str, metrics_port: int) -> None:
         self.process, self.address, self._metrics_port = process, address, metrics_port
 
     async def answer(self, path: str) -> tuple[int, dict[str, str]]:
@@ -134,13 +136,8 @@ def probed(worker: ScriptedWorker) -> Probed:
 
 @contextmanager
 def running_router(redis: RedisProcess) -> Iterator[Probed]:
-    command = [sys.executable, "-c", ROUTER, redis.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield Probed(process, *json.loads(process.stdout.readline()))
-        finally:
-            process.kill()
+    with closing(Forked(ROUTER, [redis.url], has_pipes=True)) as process:
+        yield Probed(process, *json.loads(process.stdout.readline()))
 
 
 @pytest.fixture(scope="module")

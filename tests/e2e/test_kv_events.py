@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from quire.kvindex.redis_index import BLOCKS, LEASES
 from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
 from quire.services.server.process import free_port
+from tests.testing.forked import Forked
 from tests.testing.kv_event_mirror import KvEventMirror, free_events_port, mirrored
 from tests.testing.processes import worker_process
 from tests.testing.stacks import make_prompt
@@ -40,7 +40,7 @@ class Worker:
     def __init__(self, model: Path, redis: RedisProcess, mirror: KvEventMirror, events_port: int) -> None:
         self._model, self._redis, self._events_port = model, redis, events_port
         self._port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self.address = f"127.0.0.1:{self._port}"
         self.mirror = mirror
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from quire.client import AsyncClient, ServerError
 from quire.rpc.errors import SUSPECTED
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.testing.forked import Forked
 from tests.testing.processes import scripted_workers
 from tests.testing.stacks import make_prompt
 
@@ -36,14 +36,14 @@ def begin():
 
 
 @pytest.fixture
-def workers(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def workers(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, Forked]]:
     """Start decode workers that die of a certain request; yield them by their addresses."""
     with scripted_workers(PROGRAM, tiny_model("llama"), count=NUM_WORKERS) as running:
         yield {worker.address: worker.process for worker in running}
 
 
 async def test_a_request_that_kills_workers_is_refused_and_the_others_continue(
-    workers: dict[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    workers: dict[str, Forked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine suspects may take long to clear themselves.
     monkeypatch.setattr("quire.services.router.execution.suspects.PATIENCE_SECONDS", SECONDS)
@@ -81,7 +81,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_continue(
 
 
 async def test_workers_that_are_killed_together_make_no_request_a_suspect(
-    workers: dict[str, subprocess.Popen[str]],
+    workers: dict[str, Forked],
 ) -> None:
     *victims, survivor = workers
     options = {**OPTIONS, "max_tokens": 200}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from quire.engine.model.arithmetic import SUMS
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
+from tests.testing.forked import Forked
 from tests.testing.processes import QUIRE, worker_process
 from tests.testing.stacks import GREEDY, make_prompt
 from tests.testing.until import until
@@ -52,7 +52,7 @@ async def test_workers_of_two_arithmetics_share_no_block_and_lose_no_request(
     prompts = [make_prompt(60, seed) for seed in range(3)]
     with RedisProcess() as redis, ExitStack() as stack:
 
-        def start(program: str) -> subprocess.Popen[bytes]:
+        def start(program: str) -> Forked:
             return stack.enter_context(
                 worker_process(tiny_model("llama"), redis.worker_url, "--grace-period", "60", program=program)
             )

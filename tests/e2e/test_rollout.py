@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from quire.routing.placement import PolicyConfig
 from quire.services.local.redis_process import RedisProcess
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
+from tests.testing.forked import Forked
 from tests.testing.processes import worker_process
 from tests.testing.stacks import GREEDY, make_prompt
 from tests.testing.tiny_models import generate_greedy, load_reference
@@ -47,7 +47,7 @@ async def test_a_rollout_loses_no_request_and_mixes_no_revisions(
     answers: list[Answer] = []
     with RedisProcess() as redis, ExitStack() as stack:
 
-        def start(role: str, model: str) -> subprocess.Popen[bytes]:
+        def start(role: str, model: str) -> Forked:
             settings = "--served-model-name", "tiny", "--grace-period", "60"
             worker = worker_process(models[model], redis.worker_url, *settings, role=role)
             return stack.enter_context(worker)

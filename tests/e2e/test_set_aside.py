@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from quire.services.router.app import RunningRouter, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.workers.worker import Worker
 from tests.soak.chaos.proxy import Link, proxy_before
+from tests.testing.forked import Forked
 from tests.testing.processes import scripted_workers
 from tests.testing.stacks import make_prompt, rest_of
 from tests.testing.until import until
@@ -58,7 +58,7 @@ class Setup:
 
     running: RunningRouter
     client: AsyncClient
-    processes: dict[str, subprocess.Popen[str]]
+    processes: dict[str, Forked]
     links: dict[str, Link]
     """The processes and the ways to them, by the address at which the router finds them."""
 
@@ -72,7 +72,7 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+def pair(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, Forked]]:
     """Start two workers, which take long for long prompts; yield them by their addresses."""
     arguments = (tiny_model("llama"), LONG_PROMPT, PROMPT_SECONDS, LAG_SECONDS)
     with scripted_workers(PROGRAM, *arguments, count=2) as running:
@@ -80,7 +80,7 @@ def pair(tiny_model: Callable[[str], Path]) -> Iterator[dict[str, subprocess.Pop
 
 
 @asynccontextmanager
-async def setup_of(processes: dict[str, subprocess.Popen[str]]) -> AsyncIterator[Setup]:
+async def setup_of(processes: dict[str, Forked]) -> AsyncIterator[Setup]:
     """Run a router in front of the workers; each has a proxy of its own before it."""
     async with AsyncExitStack() as stack:
         links, by_address = {}, {}
@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[Callable[[Setup, str], None], Callable[[Setup, str], Non
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
-    pair: dict[str, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture, fault: str
+    pair: dict[str, Forked], caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     break_off, mend = FAULTS[fault]
     async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
@@ -152,7 +152,7 @@ async def test_a_worker_that_vanishes_is_set_aside_until_it_answers(
 
 
 async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
-    pair: dict[str, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+    pair: dict[str, Forked], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
         prompt = make_prompt(40)
@@ -161,14 +161,13 @@ async def test_a_worker_whose_event_loop_lags_is_not_set_aside(
         busy = setup.processes[setup.busy().address]
         busy.send_signal(signal.SIGHUP)
         rest, num_retries = await rest_of(stream)
-        assert busy.stdout is not None
         assert await asyncio.to_thread(busy.stdout.readline) == "lagged\n"
         assert (tokens + rest, num_retries) == (expected, 0)
         assert not set(NOTICED) & set(caplog.messages)
 
 
 async def test_a_worker_with_a_long_prompt_is_not_set_aside(
-    pair: dict[str, subprocess.Popen[str]], caplog: pytest.LogCaptureFixture
+    pair: dict[str, Forked], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asyncio.timeout(SECONDS), setup_of(pair) as setup:
         answer = await setup.client.generate(make_prompt(LONG_PROMPT), **OPTIONS | {"max_tokens": 8})

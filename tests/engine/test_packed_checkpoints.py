@@ -181,6 +181,7 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     assert answers(quantized) == answers(plain)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     quantized, _ = save("gptq", tmp_path, intermediate_size=256)

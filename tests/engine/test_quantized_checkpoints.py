@@ -163,6 +163,7 @@ def test_the_engine_answers_as_with_the_plain_checkpoint(
     assert "MiB" in line
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq-order", "fp8-blocks"])
 def test_two_ranks_answer_as_one_with_the_plain_checkpoint(name: str, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def answers(llm: LLM) -> list[Any]:
     ]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("architecture", "overrides", "dtype", "num_ranks"),
     [
@@ -94,6 +95,7 @@ def test_any_number_of_ranks_gives_the_same_bits(
     assert have_ended(others)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_blocks_are_moved_for_all_ranks(model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples that share a partial block copy it, and preempted requests are swapped out and in."""
     folder = model("llama")
@@ -167,6 +169,7 @@ def test_quantized_weights_are_not_divided() -> None:
         LLMConfig(tensor_parallel_size=2, weight_dtype="int8")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("settings", "heads"),
     [
@@ -190,6 +193,7 @@ def test_other_settings_give_the_same_bits_on_ranks(
     assert answered[0] == answered[1]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_requests_of_all_kinds_give_the_same_answers_on_ranks(model: Callable[..., Path]) -> None:
     """Prompts are computed in chunks, so their logprobs come from several steps."""
     beams = BeamSearchParams(beam_width=4, max_tokens=20)

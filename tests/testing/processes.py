@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.testing.forked import Forked
 
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 """The command, as containers run it."""
@@ -68,22 +70,18 @@ def ranks_of(process_id: int | None) -> list[int]:
 @contextmanager
 def worker_process(
     model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1], role: str = "decode"
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[Forked]:
     """Run a worker in a process of its own."""
-    command = [sys.executable, "-c", program, role, str(model), "--redis-url", redis_url]
     common = ["--dtype", "float32", "--num-blocks", "1024", "--log-level", "error"]
-    with subprocess.Popen([*command, *common, *settings]) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with closing(Forked(program, [role, model, "--redis-url", redis_url, *common, *settings])) as process:
+        yield process
 
 
 @dataclass(frozen=True)
 class ScriptedWorker:
     """A decode worker that a script changes."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     address: str
     metrics_port: int
 
@@ -97,19 +95,13 @@ def scripted_workers(
     It may change ``ModelRunner`` and the ``settings`` of the worker, and define ``begin()``, which is called
     when the worker is ready. ``sys.argv`` has the arguments from index 2.
     """
-    command = [sys.executable, "-c", _WORKER.replace("PROGRAM", program), str(model), *map(str, arguments)]
+    source = _WORKER.replace("PROGRAM", program)
     with ExitStack() as stack:
-        processes = []
-        for _ in range(count):
-            pipe = subprocess.PIPE
-            process = stack.enter_context(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
-            stack.callback(process.kill)
-            processes.append(process)
-        workers = []
-        for process in processes:
-            assert process.stdout is not None
-            workers.append(ScriptedWorker(process, *json.loads(process.stdout.readline())))
-        yield workers
+        processes = [
+            stack.enter_context(closing(Forked(source, (model, *arguments), has_pipes=True)))
+            for _ in range(count)
+        ]
+        yield [ScriptedWorker(each, *json.loads(each.stdout.readline())) for each in processes]
 
 
 class Served:

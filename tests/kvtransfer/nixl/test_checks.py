@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from quire.kvtransfer.transports import nixl
 from quire.kvtransfer.transports.interface import OwnPool
 from quire.kvtransfer.transports.nixl import NixlPools, open_transports
 from quire.protos import kvtransfer_pb2 as pb
+from tests.testing.forked import Forked
 from tests.testing.transport_pair import running_pair
 
 POOL = OwnPool("epoch", 0, 0, "cpu", is_divided=False, has_secret=True, has_tls=False)
@@ -75,4 +75,5 @@ def test_a_worker_without_nixl_does_not_import_it() -> None:
         "config.WorkerConfig(role='decode')\n"
         "assert not [name for name in sys.modules if 'nixl' in name]\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with closing(Forked(code)) as process:
+        assert process.wait(60) == 0

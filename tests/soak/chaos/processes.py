@@ -6,18 +6,27 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.soak.chaos.journal import Journal
 from tests.soak.chaos.watched_process import REPORT
+from tests.testing.forked import Forked
 
 END_SECONDS = 60.0
 """Time after SIGTERM in which a process must have ended."""
 REPORT_SECONDS = 20.0
+_PROGRAM = f"""
+import os, sys
+os.setsid()
+os.dup2(1, 2)
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.soak.chaos.watched_process import main
+main()
+"""
 
 
 class TaskReport(NamedTuple):
@@ -44,33 +53,21 @@ class WatchedProcess:
         self._arguments = arguments
         self._environment = environment
         self._journal = journal
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Forked | None = None
         self._reading: asyncio.Task[None] | None = None
         self._reports: asyncio.Queue[TaskReport] = asyncio.Queue()
 
     @property
     def pid(self) -> int | None:
         """Process id; None while no process runs."""
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None or self._process.poll() is not None:
             return None
         return self._process.pid
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""
-        module = "tests.soak.chaos.watched_process"
         # A pipe, since a limit on the size of files must not stop the log.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            *self._arguments,
-            env={**os.environ, **self._environment},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            limit=1 << 20,
-        )
+        self._process = Forked(_PROGRAM, self._arguments, environment=self._environment, has_pipes=True)
         self.num_starts += 1
         self.is_ending = False
         self._journal.record("start", process=self.name, pid=self._process.pid)
@@ -98,7 +95,7 @@ class WatchedProcess:
             self._journal.record_defect(f"{self.name} did not end within {END_SECONDS:.0f} s")
             self.send(signal.SIGKILL)
             await self._reading
-        return await self._process.wait()
+        return self._process.wait()
 
     async def report(self) -> TaskReport | None:
         """Ask the process for its tasks and channels; None if it does not answer."""
@@ -109,16 +106,19 @@ class WatchedProcess:
         except TimeoutError:
             return None
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while read := await process.stdout.readline():
+    async def _read(self, process: Forked) -> None:
+        lines = asyncio.StreamReader(limit=1 << 20)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
+        while read := await lines.readline():
             line = read.decode(errors="replace").rstrip()
             if line.startswith(REPORT):
                 report = json.loads(line.removeprefix(REPORT))
                 self._reports.put_nowait(TaskReport(Counter(report["tasks"]), report["channels"]))
             else:
                 self._journal.record("output", process=self.name, line=line)
-        status = await process.wait()
+        status = await asyncio.to_thread(process.wait)
+        process.close()
         self._journal.record("end", process=self.name, status=status)
         if not self.is_ending:
             self._journal.record_defect(f"{self.name} ended by itself with status {status}")

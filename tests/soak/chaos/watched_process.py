@@ -1,7 +1,4 @@
-"""Runs the command ``quire`` as one process of a chaos run, which reports its tasks and channels on SIGUSR1.
-
-python -m tests.soak.chaos.watched_process decode --port 9000
-"""
+"""Runs ``quire`` as one process of a chaos run, which reports its tasks and channels on SIGUSR1."""
 
 from __future__ import annotations
 
@@ -44,7 +41,3 @@ def _print_report(number: int, frame: object) -> None:
 def _is_open_channel(each: Any) -> bool:
     # Not isinstance, which asks an object of any kind for its __class__.
     return issubclass(type(each), grpc.aio.Channel) and not each._channel.closed()
-
-
-if __name__ == "__main__":
-    main()
