@@ -19,6 +19,8 @@ from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import CacheScope, root_hash
 from quire.protos import worker_pb2 as pb
 from quire.services.local.stack import RunningStack
+from quire.services.router.app import router
+from quire.services.router.config import RouterConfig
 from quire.services.router.tenants.api_keys import Tenant
 from quire.services.worker.config import DiskFolder
 from tests.testing.adapters import make_adapter
@@ -176,83 +178,94 @@ async def test_blocks_on_disk_come_back_only_with_their_own_adapter(
             assert metric(stack, "prefill-0", "quire_cache_tier_hits_total", tier="disk") > 0
 
 
+@pytest.fixture(scope="module")
+def bare(start_stack: StartStack) -> Iterator[RunningStack]:
+    """Run a prefill and a decode worker that start without adapters."""
+    with start_stack("llama") as running:
+        yield running
+
+
 async def test_adapters_are_added_replaced_and_removed_while_requests_run(
-    start_stack: StartStack, adapters: Adapters
+    bare: RunningStack, adapters: Adapters
 ) -> None:
     prompt = make_prompt(60, seed=10)
-    with start_stack("llama", http_port=0) as stack:
-        admin = AdminClient(stack.admin_address)
-        async with connect(stack) as (client, workers):
+    admin = AdminClient(bare.admin_address)
+    async with connect(bare) as (client, workers):
 
-            async def begin() -> tuple[list[int], Any]:
-                stream = client.stream(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
-                first = await anext(stream)
-                return list(first.token_ids), stream
+        async def begin() -> tuple[list[int], Any]:
+            stream = client.stream(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
+            first = await anext(stream)
+            return list(first.token_ids), stream
 
-            async def end(begun: tuple[list[int], Any]) -> list[int]:
-                tokens, stream = begun
-                async for delta in stream:
-                    tokens += delta.token_ids
-                return tokens
+        async def end(begun: tuple[list[int], Any]) -> list[int]:
+            tokens, stream = begun
+            async for delta in stream:
+                tokens += delta.token_ids
+            return tokens
 
-            with pytest.raises(NotFound):
-                await generate(client, 0, prompt)
-            for index in (0, 1, 0):
-                digest = await asyncio.to_thread(admin.add_adapter, "adapter-0", str(adapters.paths[index]))
-                assert digest == adapters.digests[index]
-                begun = await begin()
-                answer = await client.generate(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
-                assert list(answer.token_ids) == adapters.expected(index, tuple(prompt))
-                other = adapters.paths[1 - index]
-                await asyncio.to_thread(admin.add_adapter, "adapter-0", str(other))
-                assert await end(begun) == adapters.expected(index, tuple(prompt))
+        with pytest.raises(NotFound):
+            await generate(client, 0, prompt)
+        for index in (0, 1, 0):
+            digest = await asyncio.to_thread(admin.add_adapter, "adapter-0", str(adapters.paths[index]))
+            assert digest == adapters.digests[index]
             begun = await begin()
+            answer = await client.generate(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
+            assert list(answer.token_ids) == adapters.expected(index, tuple(prompt))
+            other = adapters.paths[1 - index]
+            await asyncio.to_thread(admin.add_adapter, "adapter-0", str(other))
+            assert await end(begun) == adapters.expected(index, tuple(prompt))
+        begun = await begin()
+        await asyncio.to_thread(admin.remove_adapter, "adapter-0")
+        with pytest.raises(NotFound):
+            await generate(client, 0, prompt)
+        assert await end(begun) == adapters.expected(1, tuple(prompt))
+        with pytest.raises(QuireError, match="no worker has an adapter 'adapter-0'"):
             await asyncio.to_thread(admin.remove_adapter, "adapter-0")
-            with pytest.raises(NotFound):
-                await generate(client, 0, prompt)
-            assert await end(begun) == adapters.expected(1, tuple(prompt))
-            with pytest.raises(QuireError, match="no worker has an adapter 'adapter-0'"):
-                await asyncio.to_thread(admin.remove_adapter, "adapter-0")
-            with pytest.raises(QuireError, match="there is no folder /nowhere"):
-                await asyncio.to_thread(admin.add_adapter, "adapter-0", "/nowhere")
-            await wait_until_idle(workers)
+        with pytest.raises(QuireError, match="there is no folder /nowhere"):
+            await asyncio.to_thread(admin.add_adapter, "adapter-0", "/nowhere")
+        await wait_until_idle(workers)
 
 
 async def test_workers_with_different_weights_of_a_name_share_no_request(
-    start_stack: StartStack, adapters: Adapters
+    bare: RunningStack, adapters: Adapters
 ) -> None:
     prompt = make_prompt(60, seed=11)
-    with start_stack("llama") as stack:
-        async with connect(stack) as (client, workers):
-            for name, path in zip(("prefill-0", "decode-0"), adapters.paths, strict=True):
-                request = pb.LoadAdapterRequest(name="adapter-0", path=str(path))
-                await workers[name].LoadAdapter(request)
-            async with asyncio.timeout(20):
-                while (await client.model_info()).adapters != ("adapter-0",):
+    async with connect(bare) as (client, workers):
+        for name, path in zip(("prefill-0", "decode-0"), adapters.paths, strict=True):
+            request = pb.LoadAdapterRequest(name="adapter-0", path=str(path))
+            await workers[name].LoadAdapter(request)
+        async with asyncio.timeout(20):
+            while (await client.model_info()).adapters != ("adapter-0",):
+                await asyncio.sleep(0.01)
+        with pytest.raises(QuireError, match="do not have the same weights of the adapter"):
+            await client.generate(prompt, model="adapter-0")
+        await workers["prefill-0"].LoadAdapter(request)
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    answer = await generate(client, 0, prompt)
+                    break
+                except QuireError:
                     await asyncio.sleep(0.01)
-            with pytest.raises(QuireError, match="do not have the same weights of the adapter"):
-                await client.generate(prompt, model="adapter-0")
-            await workers["prefill-0"].LoadAdapter(request)
-            async with asyncio.timeout(20):
-                while True:
-                    try:
-                        answer = await generate(client, 0, prompt)
-                        break
-                    except QuireError:
-                        await asyncio.sleep(0.01)
-            assert list(answer.token_ids) == adapters.expected(1, tuple(prompt))
+        assert list(answer.token_ids) == adapters.expected(1, tuple(prompt))
 
 
 async def test_a_key_may_be_limited_to_some_adapters(
-    start_stack: StartStack, adapters: Adapters, tmp_path: Path
+    cluster: RunningStack, adapters: Adapters, tmp_path: Path
 ) -> None:
     file, [key] = write_keys(tmp_path, Tenant("limited", models=("adapter-1",)))
-    settings = {"api_keys_file": file, "lora": flags(adapters)}
+    config = RouterConfig(
+        port=0,
+        metrics_port=0,
+        api_keys_file=file,
+        worker_addresses=tuple(worker.address for worker in cluster.ready.values()),
+        cluster_secret=cluster.caller.secret,
+    )
     prompt = make_prompt(40, seed=12)
-    with start_stack("llama", **settings) as stack:
-        async with AsyncClient(stack.address, api_key=key) as client:
-            answer = await generate(client, 1, prompt)
-            assert list(answer.token_ids) == adapters.expected(1, tuple(prompt))
-            for index in (0, None):
-                with pytest.raises(NotFound, match="is not served to this API key"):
-                    await generate(client, index, prompt)
+    async with router(config) as running, AsyncClient(running.address, api_key=key) as client:
+        await running.has_served.wait()
+        answer = await generate(client, 1, prompt)
+        assert list(answer.token_ids) == adapters.expected(1, tuple(prompt))
+        for index in (0, None):
+            with pytest.raises(NotFound, match="is not served to this API key"):
+                await generate(client, index, prompt)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
+from quire.services.local.stack import RunningStack
 from tests.testing.processes import worker_process
 from tests.testing.stacks import (
     GREEDY,
@@ -24,10 +26,13 @@ LONG = 400
 """Tokens of an answer that goes on while its worker stops."""
 
 
-async def test_no_client_notices_that_a_worker_is_stopped(
+async def test_no_client_notices_that_a_worker_and_then_the_router_is_stopped(
     start_stack: StartStack, tiny_model: Callable[[str], Path], expected: Any, monkeypatch: Any
 ) -> None:
-    """Load goes to two decode workers, both have a long answer under way, and one gets SIGTERM."""
+    """Load goes to two decode workers, both have a long answer under way, and one gets SIGTERM.
+
+    At last the router gets it, and ends its own stream.
+    """
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
     prompts = [make_prompt(60, seed) for seed in range(2)]
     with (
@@ -53,17 +58,17 @@ async def test_no_client_notices_that_a_worker_is_stopped(
                 assert len(first) + len(tokens) == LONG
             await until_decode_workers(client, 1)
             await wait_until_idle(workers)
-
-
-async def test_a_router_finishes_its_streams(start_stack: StartStack, expected: Any) -> None:
-    with start_stack("llama") as stack:
-        async with connect(stack) as (client, workers):
-            prompt = make_prompt(60)
-            stream = client.stream(prompt, max_tokens=64, **GREEDY)
-            first = list((await anext(stream)).token_ids)
-            stack.routers["router"].process.terminate()
-            tokens, num_retries = await rest_of(stream)
-            assert ([*first, *tokens], num_retries) == (expected("llama", prompt), 0)
-            await asyncio.to_thread(stack.routers["router"].process.join, WAIT_SECONDS)
-            assert stack.routers["router"].process.exitcode == 0
+            await finish_streams_of_a_router(stack, client, expected("llama", prompts[0]))
             await wait_until_idle(workers)
+
+
+async def finish_streams_of_a_router(stack: RunningStack, client: AsyncClient, expected: list[int]) -> None:
+    """Stop the router while an answer is under way; it must end as usual."""
+    process = stack.routers["router"].process
+    stream = client.stream(make_prompt(60), max_tokens=64, **GREEDY)
+    first = list((await anext(stream)).token_ids)
+    process.terminate()
+    tokens, num_retries = await rest_of(stream)
+    assert ([*first, *tokens], num_retries) == (expected, 0)
+    await asyncio.to_thread(process.join, WAIT_SECONDS)
+    assert process.exitcode == 0

@@ -67,15 +67,16 @@ def write_token(memory: KvMemory, block_id: int, position: int, tokens: list[int
     token_id, frames = tokens[position], frames_of(memory, block_id)
     if memory.shape == STATE_SHAPE and len(frames) == 2:
         memory.blocks[frames.pop()] = state_after(tokens[: position + 1])
+    blocks, value = memory.blocks.numpy(), token_id * (position % 7 + 1) % 13
     for frame in frames:
-        keys, values = memory.blocks[frame, 0, :, 0, :, 0]
-        keys[position % BLOCK_SIZE] = token_id
-        values[position % BLOCK_SIZE] = token_id * (position % 7 + 1) % 13
+        blocks[frame, 0, :, 0, position % BLOCK_SIZE, 0] = token_id, value
 
 
 def read_tokens(memory: KvMemory, block_id: int, part: int = 0) -> list[int]:
     """Return the tokens that a block holds as its keys."""
-    return [int(token) for token in memory.blocks[frames_of(memory, block_id)[part], 0, 0, 0, :, 0]]
+    keys = memory.blocks.numpy()[frames_of(memory, block_id)[part], 0, 0, 0, :, 0]
+    tokens: list[int] = keys.astype(int).tolist()
+    return tokens
 
 
 def state_after(tokens: list[int]) -> int:
@@ -94,7 +95,7 @@ def check_state(memory: KvMemory, block_id: int, tokens: list[int]) -> None:
 def frames_of(memory: KvMemory, block_id: int) -> list[int]:
     if memory.frame_tables is None:
         return [block_id]
-    return [int(frame) for frame in memory.frame_tables[block_id] if frame != NO_FRAME]
+    return [frame for frame in memory.frame_tables[block_id].tolist() if frame != NO_FRAME]
 
 
 def clear_unused(engine: Engine) -> None:
@@ -122,21 +123,18 @@ class FakeRunner(ModelRunner):
         if self.memory.frame_tables is None:
             self._check_tables(tables.tolist())
         else:
-            self._check_frames(tables)
+            self._check_frames(tables.tolist(), self.memory.frame_tables.tolist())
         return step
 
-    def _check_frames(self, tables: torch.Tensor) -> None:
+    def _check_frames(self, tables: list[list[list[int]]], frames: list[list[int]]) -> None:
         """Raise AssertionError unless the tables name the frames that a window shows, and all others."""
-        frames = self.memory.frame_tables
-        assert frames is not None
         for row, (sequence, _) in enumerate(self._scheduled):
             first_seen = self.memory.shape.first_seen_block(sequence.num_computed_tokens)
             for index, block_id in enumerate(sequence.block_table):
-                assert tables[0, row, index] == frames[block_id, 0] != NO_FRAME, "an outdated table"
+                assert tables[0][row][index] == frames[block_id][0] != NO_FRAME, "an outdated table"
                 if index >= first_seen:
-                    for part in range(1, frames.shape[1]):
-                        frame = frames[block_id, part]
-                        assert tables[part, row, index] == frame != NO_FRAME, "an outdated table"
+                    for part, frame in enumerate(frames[block_id][1:], 1):
+                        assert tables[part][row][index] == frame != NO_FRAME, "an outdated table"
 
     def _check_tables(self, tables: list[list[int]]) -> None:
         """Raise AssertionError unless the array of tables, which steps patch, equals the sequences' own."""
