@@ -29,7 +29,7 @@ def test_an_older_processor_computes_the_same_bits(tiny_model: Callable[[str], P
     old = subprocess.Popen([*program, OLD, *models], env=environment, stdout=subprocess.PIPE)
     with old:
         new = subprocess.run([*program, *models], stdout=subprocess.PIPE, check=True)
-        old_output, _ = old.communicate(timeout=300)
+        old_output, _ = old.communicate(timeout=1800)
     assert old.returncode == 0
     cases = ["functions", *map(str, CASES)]
     for case, ours, its in zip(cases, json.loads(new.stdout), json.loads(old_output), strict=True):

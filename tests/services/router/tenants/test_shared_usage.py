@@ -21,7 +21,7 @@ from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.tenants import shared_places, usage_store
 from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import Tenant
-from quire.services.router.tenants.shared_usage import FLUSH_SECONDS, SharedUsage, shared_usage
+from quire.services.router.tenants.shared_usage import SharedUsage, shared_usage
 from tests.testing.until import until
 
 WAIT_SECONDS = 10.0
@@ -42,6 +42,11 @@ class Routers:
         usage = await self._stack.enter_async_context(shared_usage(client))
         self.usages.append(usage)
         return Admission(100, RouterMetrics(CollectorRegistry()), time.monotonic, usage)
+
+    async def until_waiting(self, tenant: Tenant, *numbers: int) -> None:
+        """Wait until so many requests of a tenant wait at each router."""
+        places = [usage.places(tenant) for usage in self.usages]
+        await until(lambda: [len(each._waiting) for each in places] == [*numbers])
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ async def test_requests_wait_for_those_of_another_router(routers: Routers) -> No
     tenant = Tenant("waiting", max_requests=1, max_waiting=2)
     running = await begin(first, tenant)
     waiting = [asyncio.create_task(begin(admission, tenant)) for admission in (second, first)]
-    await asyncio.sleep(0.2)
+    await routers.until_waiting(tenant, 1, 1)
     assert not any(task.done() for task in waiting)
     for admission in (first, second):
         with pytest.raises(ResourceExhausted):
@@ -119,7 +124,7 @@ async def test_one_routers_requests_wait_in_order(routers: Routers) -> None:
     tasks = []
     for number in range(5):
         tasks.append(asyncio.create_task(request(number)))
-        await asyncio.sleep(0.01)
+        await routers.until_waiting(tenant, number + 1, 0)
     with pytest.raises(ResourceExhausted):
         await begin(admission, tenant)
     tasks[2].cancel()
@@ -176,13 +181,20 @@ async def test_a_long_request_keeps_its_lease(routers: Routers, monkeypatch: Any
     await (await begin(second, tenant)).aclose()
 
 
-async def test_all_routers_charge_one_bucket(routers: Routers) -> None:
+async def test_all_routers_charge_one_bucket(routers: Routers, monkeypatch: Any) -> None:
+    charge, charges = usage_store.UsageStore.charge, asyncio.Queue[int]()
+
+    async def charged(store: usage_store.UsageStore, tenant: Tenant, num_tokens: int) -> None:
+        await charge(store, tenant, num_tokens)
+        charges.put_nowait(num_tokens)
+
+    monkeypatch.setattr(usage_store.UsageStore, "charge", charged)
     first, second = await routers.add(), await routers.add()
     tenant = Tenant("tokens", tokens_per_minute=600)
     async with first.admitted(tenant, soon()) as allowance:
         await allowance.spend_prompt(400)
         allowance.spend(150)
-    await asyncio.sleep(3 * FLUSH_SECONDS)
+    assert await asyncio.wait_for(charges.get(), WAIT_SECONDS) == 150
     async with second.admitted(tenant, soon()) as allowance:
         with pytest.raises(ResourceExhausted) as caught:
             await allowance.spend_prompt(100)
@@ -190,7 +202,7 @@ async def test_all_routers_charge_one_bucket(routers: Routers) -> None:
     async with second.admitted(tenant, soon()) as allowance:
         allowance.spend(200)
     # The debt reaches the first router too, before it has tokenized anything.
-    await asyncio.sleep(3 * FLUSH_SECONDS)
+    assert await asyncio.wait_for(charges.get(), WAIT_SECONDS) == 200
     with pytest.raises(ResourceExhausted):
         await begin(first, tenant)
 
@@ -225,7 +237,7 @@ async def test_without_an_answer_of_redis_each_router_applies_the_limits_itself(
         own.stop()
         running = await begin(second, tenant)
         waiting = asyncio.create_task(begin(second, tenant))
-        await asyncio.sleep(0.3)
+        await separate.until_waiting(tenant, 0, 1)
         assert not waiting.done()
         with pytest.raises(ResourceExhausted):
             await begin(second, tenant)
