@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, Literal, ParamSpec, TypeVar
@@ -21,9 +21,11 @@ class LLMConfig(EngineConfig):
 
     Attributes:
         device: "auto" (a GPU if there is one), "cpu" or "cuda".
+        lora: the folder or hub id of each adapter, by the name with which prompts choose it.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    lora: Mapping[str, str] | None = None
 
 
 def takes_fields_of(

@@ -23,7 +23,8 @@ from quire.engine.structured_output.grammar import GrammarCompiler, GrammarMatch
 from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import load_model
-from quire.kvindex.block_hash import block_hash
+from quire.kvindex.block_hash import CacheScope, block_hash, root_hash
+from quire.llm.adapters import find_adapter, load_adapters
 from quire.llm.batch import run_batch
 from quire.llm.config import LLMConfig, takes_fields_of
 from quire.llm.outputs import EngineStats, RequestOutput, RequestsFailedError
@@ -55,6 +56,7 @@ class LLM:
 
     Raises:
         UnsupportedModelError: the architecture cannot run over paged blocks.
+        UnsupportedAdapterError: an adapter cannot be served, or not with this model.
         MissingTokenizerError: the model has no ``tokenizer.json``.
         ValueError: settings are out of range or contradict each other.
     """
@@ -70,6 +72,7 @@ class LLM:
         self._ranks = start_ranks(config, device)
         try:
             self._engine: Engine | None = _make_engine(config, device, self._ranks)
+            self._adapters = load_adapters(config.lora or {}, self._engine.model)
         except BaseException:
             self._close_ranks()
             raise
@@ -99,7 +102,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the memory of the model and the blocks; the object cannot generate afterwards."""
-        self._engine = None
+        self._engine, self._adapters = None, {}
         self._close_ranks()
         self._grammars.close()
 
@@ -147,6 +150,7 @@ class LLM:
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        model: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer prompts; return one output for each, in their order.
 
@@ -154,19 +158,21 @@ class LLM:
             sampling_params: one object for all prompts, or one for each; None means
                 ``get_default_sampling_params()``.
             use_tqdm: show a progress bar on stderr.
+            model: name of an adapter for all prompts, or one for each prompt; "" means no adapter.
 
         Raises:
-            ValueError: a prompt or parameter can never be served; nothing has been computed.
+            ValueError: a prompt, parameter or name can never be served; nothing has been computed.
             RequestsFailedError: some prompts have no answer; the error has the answers of the others.
             StructuredOutputUnavailableError: structured output was requested without llguidance installed.
         """
-        return self._generate(self._encode(prompts), sampling_params, use_tqdm)
+        return self._generate(self._encode(prompts), sampling_params, use_tqdm, model)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        model: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer one conversation or several; the rest is as in ``generate``.
 
@@ -180,24 +186,25 @@ class LLM:
         texts = [self._chat_template.render(conversation) for conversation in conversations]
         # The template already contains the special tokens.
         prompts = map(EncodedPrompt, texts, self.tokenizer.encode_batch(texts, add_special_tokens=False))
-        return self._generate(list(prompts), sampling_params, use_tqdm)
+        return self._generate(list(prompts), sampling_params, use_tqdm, model)
 
     def beam_search(
         self,
         prompts: Prompts,
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool = True,
+        model: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Find the most probable answers to prompts by beam search; each output has the best first.
 
         Raises:
-            ValueError: a prompt can never be served; nothing has been computed.
+            ValueError: a prompt or name can never be served; nothing has been computed.
             RequestsFailedError: some prompts have no answer; the error has the answers of the others.
         """
         given = self._encode(prompts)
         requests = [
-            self._request(at, prompt, each.to_engine(self._num_left(at, prompt)), TextOptions())
-            for at, (prompt, each) in enumerate(_paired(given, params))
+            self._request(at, prompt, each.to_engine(self._num_left(at, prompt)), TextOptions(), name)
+            for at, (prompt, each, name) in enumerate(_combined(given, params, model))
         ]
         return self._run(requests, use_tqdm)
 
@@ -219,12 +226,13 @@ class LLM:
         prompts: list[EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        model: str | Sequence[str],
     ) -> list[RequestOutput]:
         requests = []
         given = self.get_default_sampling_params() if params is None else params
-        for at, (prompt, each) in enumerate(_paired(prompts, given)):
-            for name, token_ids in each.named_token_ids.items():
-                self._check_token_ids(f"sampling_params[{at}].{name}", token_ids)
+        for at, (prompt, each, name) in enumerate(_combined(prompts, given, model)):
+            for field, token_ids in each.named_token_ids.items():
+                self._check_token_ids(f"sampling_params[{at}].{field}", token_ids)
             sampling = each.to_engine(self._num_left(at, prompt), self._bad_words(each.bad_words))
             options = TextOptions(
                 each.stop_strings,
@@ -234,7 +242,7 @@ class LLM:
                 each.num_best,
                 each.logprobs is not None,
             )
-            request = self._request(at, prompt, sampling, options)
+            request = self._request(at, prompt, sampling, options, name)
             stops = self.engine.model.eos_token_ids | sampling.stop_token_ids
             vocab_size = self.engine.model.vocab_size
             constraint = contradiction(sampling, self.engine.model.eos_token_ids, vocab_size)
@@ -251,15 +259,17 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def _request(
-        self, at: int, prompt: EncodedPrompt, params: EngineSamplingParams, options: TextOptions
+        self, at: int, prompt: EncodedPrompt, params: EngineSamplingParams, options: TextOptions, model: str
     ) -> Request:
         self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
+        adapter = find_adapter(self._adapters, model) if model else None
         sequence = engine_types.Sequence(
             attempt_id=str(next(self._ids)),
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=len(prompt.token_ids),
             params=params,
-            root_hash=b"",
+            root_hash=root_hash(b"", b"", CacheScope(adapter=adapter.digest)) if adapter else b"",
+            adapter=adapter,
         )
         return Request(prompt, sequence, options, self.tokenizer)
 
@@ -313,12 +323,16 @@ def _are_token_ids(prompts: Prompts) -> bool:
     return bool(prompts) and isinstance(prompts[0], int)
 
 
-def _paired(prompts: list[EncodedPrompt], params: P | Sequence[P]) -> list[tuple[EncodedPrompt, P]]:
-    """Return each prompt with its parameters; raise ValueError if their numbers differ."""
-    each: Any = params if isinstance(params, Sequence) else [params] * len(prompts)
-    if len(each) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} prompts, but parameters for {len(each)}")
-    return list(zip(prompts, each, strict=True))
+def _combined(
+    prompts: list[EncodedPrompt], params: P | Sequence[P], model: str | Sequence[str]
+) -> list[tuple[EncodedPrompt, P, str]]:
+    """Return each prompt with its parameters and its model; raise ValueError if their numbers differ."""
+    params_of_each: Any = params if isinstance(params, Sequence) else [params] * len(prompts)
+    models = [model] * len(prompts) if isinstance(model, str) else model
+    for name, each in (("parameters", params_of_each), ("models", models)):
+        if len(each) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts, but {name} for {len(each)}")
+    return list(zip(prompts, params_of_each, models, strict=True))
 
 
 def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -> Engine:
