@@ -46,15 +46,17 @@ def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -
         options: options of ``numba.cfunc``.
     """
     compiled: Any = _Kernel(kernel, normalize_signature(signature), locals={}, options=options)
-    compiled._cache = _KernelCache(kernel)
-    compiled.compile()
+    compiled._cache = stored = _KernelCache(kernel)
+    with stored.turn_ends_with_error():
+        compiled.compile()
     return compiled
 
 
 def stored_njit(function: Callable[..., Any]) -> Any:
     """Compile a function for the types of each call, to run without the GIL, and cache it on disk."""
     compiled: Any = njit(nogil=True)(function)
-    compiled._cache = _KernelCache(function)
+    compiled._cache = stored = _KernelCache(function)
+    compiled.compile = stored.turn_ends_with_error()(compiled.compile)
     return compiled
 
 
@@ -120,6 +122,15 @@ class _KernelCache(FunctionCache):
         if found is not None:
             self._end_turn()
         return found
+
+    @contextmanager
+    def turn_ends_with_error(self) -> Iterator[None]:
+        """Let the other processes compile the function after an error; the exception may be kept for long."""
+        try:
+            yield
+        except BaseException:
+            self._end_turn()
+            raise
 
     def _load(self, sig: Any, target_context: Any) -> Any:
         with self._guard_against_spurious_io_errors():

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from quire.kernels.cpu.kernel_cache import _KernelFiles
 
 PROGRAM = """
@@ -50,6 +52,27 @@ print(compiled.cache_hits)
 """
 
 
+BROKEN_KERNEL = """
+import fcntl
+from pathlib import Path
+from numba import types
+from numba.core.errors import NumbaError
+from quire.kernels.cpu.kernel_cache import compile_kernel, stored_njit
+
+def bad(number):
+    return number.missing
+
+try:
+    COMPILE_IT
+except NumbaError as error:
+    kept = error
+[path] = Path(__file__).parent.rglob("*.compiling")
+with path.open("w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+assert kept
+"""
+
+
 def test_only_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None:
     program = tmp_path / "kernel.py"
     program.write_text(KERNEL)
@@ -60,6 +83,17 @@ def test_only_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None
     ]
     outputs = [process.communicate()[0] for process in processes]
     assert sorted(outputs) == ["0\n", "1\n"]
+
+
+@pytest.mark.parametrize(
+    "compile_it", ["compile_kernel(types.int64(types.int64), bad)", "stored_njit(bad)(1)"]
+)
+def test_a_kernel_that_cannot_be_compiled_keeps_no_lock(tmp_path: Path, compile_it: str) -> None:
+    program = tmp_path / "kernel.py"
+    program.write_text(BROKEN_KERNEL.replace("COMPILE_IT", compile_it))
+    subprocess.run(
+        [sys.executable, str(program)], env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, check=True
+    )
 
 
 def files(folder: Path, stamp: str = "sources") -> Any:
