@@ -108,7 +108,8 @@ def read_recipe(model: PreTrainedModel) -> StepRecipe:
     try:
         recipe = _read(reader, model)
     except AttributeError as error:
-        raise NoRecipeError(str(error)) from error
+        problem = f"{_other_shape(model)}: {type(error.obj).__name__} has no {error.name}"
+        raise NoRecipeError(problem) from error
     reader.check_nothing_is_left()
     return recipe
 
@@ -120,7 +121,11 @@ def _read(reader: _Reader, model: PreTrainedModel) -> StepRecipe:
         return reader.read_opt()
     if hasattr(model, "model") and hasattr(model.model, "rotary_emb"):
         return reader.read_llama()
-    raise NoRecipeError(f"{type(model).__name__} has another shape than Llama, GPT-2 and OPT")
+    raise NoRecipeError(_other_shape(model))
+
+
+def _other_shape(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} has another shape than Llama, GPT-2 and OPT"
 
 
 class _Reader:
