@@ -6,9 +6,9 @@ A local stack with one worker serves the demo model; each client streams one ans
 divided answer consists of reasoning, content and tool calls, as chats over HTTP need it.
 ``router`` is the CPU time of the router's processes, ``worker`` that of the worker's event loop, which is its
 main thread. ``messages`` is the number of messages that a client gets for each token: below 1, tokens of
-several steps share a message because the router or the client is slower than the engine. ``bare`` is the CPU
-time per message of a gRPC server that only streams the same messages, one for each token. The values are
-medians over the rounds.
+several steps share a message. It changes with the load of the machine, and most of the router's time is spent
+on messages, so compare APIs by the router's time per message. ``bare`` is the CPU time per message of a gRPC
+server that only streams the same messages, one for each token. The values are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import track
 
 from quire.benchmarks.harness.program import Report, program
-from quire.benchmarks.harness.rounds import cpu_seconds, main_thread_cpu_seconds, medians
+from quire.benchmarks.harness.rounds import cpu_seconds, main_thread_cpu_seconds, medians, turns
 from quire.benchmarks.harness.tables import table
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
@@ -65,22 +65,23 @@ class Cost(NamedTuple):
     messages_per_token: float
     router_microseconds: float
     worker_microseconds: float
+    router_microseconds_per_message: float
 
 
 async def measure(stack: RunningStack, stream: Stream, num_clients: int, num_tokens: int) -> Cost:
     """Let clients stream one answer each, and return the times."""
-    worker = _id_of(next(iter(stack.workers.values())).process)
+    worker_id = _id_of(next(iter(stack.workers.values())).process)
 
     def read() -> tuple[float, float]:
         routers = sum(cpu_seconds(_id_of(child.process)) for child in stack.routers.values())
-        return routers, main_thread_cpu_seconds(worker)
+        return routers, main_thread_cpu_seconds(worker_id)
 
     before, start = read(), time.perf_counter()
     num_messages = sum(await asyncio.gather(*(stream(num_tokens) for _ in range(num_clients))))
     seconds, total = time.perf_counter() - start, num_clients * num_tokens
     after = read()
-    used = [1e6 * (later - earlier) / total for earlier, later in zip(before, after, strict=True)]
-    return Cost(total / seconds, num_messages / total, *used)
+    router, worker = (1e6 * (end - begin) for begin, end in zip(before, after, strict=True))
+    return Cost(total / seconds, num_messages / total, router / total, worker / total, router / num_messages)
 
 
 def over_grpc(channels: Sequence[grpc.aio.Channel], *, parse: bool = False) -> Stream:
@@ -194,15 +195,14 @@ async def run(options: Options) -> list[dict[str, Any]]:
             bare = await bare_microseconds(number)
             costs: dict[str, list[Cost]] = defaultdict(list)
             async with streams(stack) as apis:
-                # The first round warms up. The APIs take turns, so that noise meets all alike.
                 title, console = f"{number} clients", Console(stderr=True)
-                for _ in track(range(1 + options.rounds), title, console=console):
-                    for name, stream in apis.items():
-                        costs[name].append(await measure(stack, stream, number, options.tokens))
-            for name, measured in costs.items():
-                floor = bare if name == "gRPC" else None
-                cost = medians(measured[1:])._asdict()
-                rows.append({"api": name, "clients": number, **cost, "bare_microseconds": floor})
+                for index, name in track([*turns(apis, options.rounds)], title, console=console):
+                    cost = await measure(stack, apis[name], number, options.tokens)
+                    if index >= 0:
+                        costs[name].append(cost)
+            for name in apis:
+                floor, figures = bare if name == "gRPC" else None, medians(costs[name])._asdict()
+                rows.append({"api": name, "clients": number, **figures, "bare_microseconds": floor})
     return rows
 
 
@@ -216,6 +216,7 @@ def main(options: Options) -> Report:
         "tokens/s": "{tokens_per_second:,.0f}",
         "messages": "{messages_per_token:.2f}",
         "router µs/token": "{router_microseconds:.0f}",
+        "router µs/message": "{router_microseconds_per_message:.0f}",
         "worker µs/token": "{worker_microseconds:.0f}",
         "bare µs (floor)": "{bare_microseconds:.0f}",
     }

@@ -20,4 +20,7 @@ def test_both_apis_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
         # The last message of an answer may have no token.
         assert 2 / 20 <= row["messages_per_token"] <= 21 / 20
         assert "tokens_per_second" in row
+        # With one round, the medians are its figures.
+        per_token = row["router_microseconds_per_message"] * row["messages_per_token"]
+        assert row["router_microseconds"] == pytest.approx(per_token)
     assert "bare_microseconds" in rows[0]
