@@ -16,7 +16,10 @@ from quire.kvindex.worker_record import WorkerRecord
 logger = logging.getLogger("quire.kvindex")
 
 FLUSH_SECONDS = 0.005
-"""Seconds for which blocks are collected for one publish."""
+"""Seconds for which blocks are collected for one publish, if the last one is long ago."""
+REST_SECONDS = 0.05
+"""Seconds between two publishes. Many sequences fill a block in almost every step, and a publish costs the
+event loop as much as hundreds of their tokens."""
 FLUSH_BLOCKS = 512
 MAX_BLOCKS_PER_SECOND = 50_000
 """Limit per worker, so that Redis has time for look-ups while workers publish all their blocks again."""
@@ -178,4 +181,5 @@ class BlockPublisher:
                 self._is_full = True
                 return FULL_SECONDS
             self._is_full = False
-        return max(FLUSH_SECONDS, (len(gone) + len(new)) / MAX_BLOCKS_PER_SECOND)
+        num_blocks = len(gone) + len(new)
+        return REST_SECONDS if num_blocks < FLUSH_BLOCKS else num_blocks / MAX_BLOCKS_PER_SECOND

@@ -134,6 +134,35 @@ async def test_it_waits_for_room_and_keeps_its_lease(
     assert [each.message for each in caplog.records].count("index_full") == 1
 
 
+class CountingLease(MemoryLease):
+    """A lease that counts its renewals."""
+
+    num_beats = 0
+
+    async def beat(self) -> None:
+        self.num_beats += 1
+        await super().beat()
+
+
+async def test_it_rests_after_a_publish_unless_many_blocks_wait(
+    record: Any, depths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "REST_SECONDS", 3600.0)
+    store = MemoryStore()
+    lease, index = CountingLease(store, 30.0), MemoryIndex(store)
+    async with publishing(lease, record("a")) as publisher:
+        publisher.stored(HASHES[:-1])
+        await until(has(depths, index, {"a": len(HASHES) - 1}))
+        publisher.stored(HASHES[-1:])
+        num_beats = lease.num_beats
+
+        async def has_beaten_twice() -> bool:
+            return lease.num_beats >= num_beats + 2
+
+        await until(has_beaten_twice)
+        assert publisher.ledger.num_pending == 1
+
+
 async def test_it_sweeps_the_entries_of_the_dead(backend: Any, record: Any) -> None:
     dead = backend.lease()
     await dead.join(record("dead"))
