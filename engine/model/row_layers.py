@@ -290,8 +290,10 @@ def find_rms_norm(
     Args:
         make: makes a norm of a weight, what is added to it, epsilon, and ``Norm.RMS`` or ``RMS_IN_FLOAT32``.
     """
+    if not type(module).__name__.endswith("RMSNorm"):
+        return None
     weight = getattr(module, "weight", None)
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.nn.Parameter):
+    if not isinstance(weight, torch.nn.Parameter):
         return None
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     takes_one_input = len(inspect.signature(module.forward).parameters) == 1
