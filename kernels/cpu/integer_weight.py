@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
+from quire.kernels.cpu import threads
 from quire.kernels.cpu.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS
+from quire.kernels.cpu.intrinsics import (
+    GROUP,
+    STORAGE,
+    TILE_COLUMNS,
+    bits_of_float,
+    exact,
+    fetch_and_increment,
+    float_from_bits,
+    pointer,
+    widen,
+)
+from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
+from quire.kernels.cpu.rounding import read_group, write_words
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,15 +76,77 @@ class IntegerWeight(EncodedWeight):
 
 
 def quantize_to_integers(weight: torch.Tensor) -> IntegerWeight:
-    """Quantize a weight ``[out_features, in_features]`` of any float dtype; inputs are a multiple of 4."""
-    integers = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight))
-    for first in range(0, len(weight), TILE_COLUMNS):
-        values = weight[first : first + TILE_COLUMNS].float()
-        own = values.abs().amax(-1) / 127
-        rounded = (values / torch.where(own > 0, own, 1)[:, None]).round().clamp(-127, 127)
-        integers[first : first + TILE_COLUMNS], scales[first : first + TILE_COLUMNS] = rounded, own
-    return pack_integers(integers, scales, weight.dtype)
+    """Quantize a weight ``[out_features, in_features]`` of any float dtype.
+
+    Its number of inputs is a multiple of ``GROUP``.
+    """
+    out_features, in_features = weight.shape
+    num_panels, num_whole = num_padded_panels(out_features), out_features // TILE_COLUMNS
+    panels = torch.zeros((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), dtype=torch.uint8)
+    _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels)
+    rest = weight[num_whole * TILE_COLUMNS :]
+    rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
+    _quantize_panels(rest, panels[num_whole:])
+    return IntegerWeight(panels, out_features, in_features, weight.dtype)
+
+
+_FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
+_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
+
+
+def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor) -> None:
+    """Quantize whole panels of a weight on all threads."""
+    weight, counter = weight.contiguous(), np.zeros(1, np.int64)
+    addresses = weight.data_ptr(), panels.data_ptr()
+    sizes = weight.shape[1], len(weight) // TILE_COLUMNS
+    arguments = np.array([(*addresses, *sizes, counter.ctypes.data)], dtype=_ARGUMENTS)
+    threads.run(_kernel(STORAGE[weight.dtype]).address, arguments.ctypes.data, torch.get_num_threads())
+
+
+@exact
+def _largest_magnitude(row: Any, stored: Any) -> np.float32:
+    """Return the largest magnitude of a row of stored values. A NaN counts as larger than all numbers."""
+    largest = np.int32(0)
+    for value in row:
+        largest = max(largest, bits_of_float(widen(value)) & np.int32(0x7FFFFFFF))
+    magnitude: np.float32 = float_from_bits(largest)
+    return magnitude
+
+
+@cache
+def _kernel(stored: Any) -> Any:
+    """Compile the function that each thread runs: it quantizes the next panel until none is left."""
+    item_bytes = np.dtype(stored).itemsize
+
+    def kernel(arguments: Any) -> None:
+        args = carray(arguments, 1)[0]
+        group = np.empty((GROUP, TILE_COLUMNS), np.float32)
+        divisors = np.empty(TILE_COLUMNS, np.float32)
+        while True:
+            panel = np.int64(fetch_and_increment(args.next_panel))
+            if panel >= args.num_panels:
+                break
+            weight = args.weight + item_bytes * panel * TILE_COLUMNS * args.in_features
+            target = args.panels + panel * (args.in_features * TILE_COLUMNS + PANEL_TRAILER)
+            trailer = target + args.in_features * TILE_COLUMNS
+            scales = carray(pointer(trailer, np.float32), (TILE_COLUMNS,))
+            sums = carray(pointer(trailer + scales.nbytes, np.int32), (TILE_COLUMNS,))
+            rows = carray(pointer(weight, stored), (TILE_COLUMNS, args.in_features))
+            for column in range(TILE_COLUMNS):
+                scale = _largest_magnitude(rows[column], stored) / np.float32(127)
+                scales[column], sums[column] = scale, 0
+                divisors[column] = scale if scale > 0.0 else np.float32(1.0)
+            for first in range(0, args.in_features, GROUP):
+                read_group(weight + item_bytes * first, args.in_features, group, stored, item_bytes)
+                to = np.int64(target + first * TILE_COLUMNS)
+                write_words(np.int64(group.ctypes.data), np.int64(divisors.ctypes.data), to, 8)
+                words = carray(pointer(to, np.int32), (GROUP // INPUTS, TILE_COLUMNS))
+                for index in range(len(words)):
+                    for column in range(TILE_COLUMNS):
+                        for shift in range(0, 32, 8):
+                            sums[column] += np.int32(words[index, column] << shift) >> 24
+
+    return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")
 
 
 def pack_integers(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> IntegerWeight:

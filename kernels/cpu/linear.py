@@ -70,6 +70,7 @@ from quire.kernels.cpu.packed_product import (
     quantized_bits,
     row_header,
 )
+from quire.kernels.cpu.transposed import HALVES, SWAPPED, WORDS, can_transpose, transpose_panels
 
 logger = logging.getLogger(__name__)
 
@@ -228,26 +229,42 @@ def pack(weight: torch.Tensor, arithmetic: str = FLOAT32) -> PackedWeight:
             tiles of inputs; weights that differ have the order of ``FLOAT32``.
     """
     out_features, in_features = weight.shape
-    panels = _in_panels(weight)
     is_bfloat16 = weight.dtype == torch.bfloat16
     if arithmetic == AMX_BFLOAT16 and is_bfloat16 and in_features % TILE_INPUTS == 0:
-        return TiledWeight(_in_tiles(panels), out_features, in_features, tiles_are_exact())
+        return TiledWeight(_in_tiles(_in_panels(weight)), out_features, in_features, tiles_are_exact())
     if is_bfloat16 and in_features % 2 == 0 and has_pair_products():
-        pairs = panels.view(len(panels), in_features // 2, 2, TILE_COLUMNS).flip(2)
-        return PairedWeight(pairs.transpose(2, 3).contiguous(), out_features, in_features)
-    return PackedWeight(panels, out_features, in_features)
+        pairs = _in_panels(weight, in_pairs=True).view(-1, in_features // 2, TILE_COLUMNS, 2)
+        return PairedWeight(pairs, out_features, in_features)
+    return PackedWeight(_in_panels(weight), out_features, in_features)
 
 
-def _in_panels(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as ``[num_panels, in_features, TILE_COLUMNS]``, with zeros at the end."""
+def _in_panels(weight: torch.Tensor, *, in_pairs: bool = False) -> torch.Tensor:
+    """Return a weight as ``[num_panels, in_features, TILE_COLUMNS]``, with zeros at the end.
+
+    Args:
+        in_pairs: whether each two values of a column lie together, with the second one first.
+    """
     out_features, in_features = weight.shape
-    panels = torch.zeros((num_padded_panels(out_features), in_features, TILE_COLUMNS), dtype=weight.dtype)
     num_whole = out_features // TILE_COLUMNS
-    whole = weight[: num_whole * TILE_COLUMNS].view(num_whole, TILE_COLUMNS, in_features)
-    panels[:num_whole] = whole.transpose(1, 2)
-    if rest := out_features - num_whole * TILE_COLUMNS:
-        panels[num_whole, :, :rest] = weight[num_whole * TILE_COLUMNS :].T
+    panels = weight.new_empty((num_padded_panels(out_features), in_features, TILE_COLUMNS))
+    panels[num_whole:] = 0
+    rest = weight[num_whole * TILE_COLUMNS :]
+    rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
+    for part, target in ((weight[: num_whole * TILE_COLUMNS], panels), (rest, panels[num_whole:])):
+        if can_transpose(in_features, weight.itemsize):
+            order = WORDS if weight.itemsize == 4 else SWAPPED if in_pairs else HALVES
+            transpose_panels(part, target, order)
+        else:
+            _transpose_slowly(part.view(-1, TILE_COLUMNS, in_features), target, in_pairs)
     return panels
+
+
+def _transpose_slowly(weight: torch.Tensor, panels: torch.Tensor, in_pairs: bool) -> None:
+    """Write whole panels of a weight of any size."""
+    values = weight.transpose(1, 2)
+    if in_pairs:
+        values = values.unflatten(1, (-1, 2)).flip(2).transpose(2, 3)
+    panels[: len(weight)] = values.reshape(-1, *panels.shape[1:])
 
 
 def _in_tiles(panels: torch.Tensor) -> torch.Tensor:

@@ -17,37 +17,24 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
-from quire.kernels.cpu.coded_product import place_in_word
 from quire.kernels.cpu.integer_weight import quantize_rows
 from quire.kernels.cpu.intrinsics import (
     GROUP,
-    SQUARE,
     STORAGE,
     TILE_COLUMNS,
-    bits_of_float,
     encode,
-    exact,
     fetch_and_increment,
     pointer,
-    transpose,
-    widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
 from quire.kernels.cpu.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
 from quire.kernels.cpu.packed_product import group_bytes
+from quire.kernels.cpu.rounding import find_scales, read_group, write_words
 
 QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8, "w4a8": NIBBLES}
 """NumPy type that stands for weights of a dtype in Numba."""
 _BITS = {"int8": 8, "int4": 4, "w4a8": 4}
-_PEAKS = {8: (127.0,), 4: (-8.0, -7.0, -7.25, -7.75, -8.25, -8.5, -8.75, -9.0)}
-"""What the weight of the largest magnitude in a group may be in steps of its scale, by the number of bits.
-
-With 4 bits these are the 8 of 48 candidates that together make the squared errors of normally distributed
-weights smallest, by a greedy choice. Four bits can represent -8 but not 8, so they are negative.
-"""
-_RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
-"""Smallest and largest integer, by the number of bits."""
 
 
 @dataclass(frozen=True)
@@ -131,87 +118,31 @@ def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor, bits: int) -> N
     threads.run(kernel.address, arguments.ctypes.data, torch.get_num_threads())
 
 
-@exact
-def _integer(value: np.float32, scale: np.float32, bounds: tuple[float, float]) -> np.float32:
-    """Return the integer of a weight, as float32. In a group of zeros, the scale is zero, too."""
-    quotient = np.rint(value / (scale if scale != 0.0 else np.float32(1.0)))
-    integer: np.float32 = min(max(quotient, np.float32(bounds[0])), np.float32(bounds[1]))
-    return integer
-
-
-@exact
-def _find_scales(group: Any, scales: Any, peaks: tuple[float, ...], bounds: tuple[float, float]) -> None:
-    """Find the columns' scales, which are bfloat16 values.
-
-    Args:
-        group: float32 ``[GROUP, TILE_COLUMNS]``.
-        scales: the result, float32.
-        peaks: a value of ``_PEAKS``.
-        bounds: a value of ``_RANGES``.
-    """
-    largest, tried, errors, least = np.zeros((4, TILE_COLUMNS), np.float32)
-    for k in range(GROUP):
-        for column in range(TILE_COLUMNS):
-            # A NaN counts as larger than all numbers, since its bits are.
-            bits, before = bits_of_float(group[k, column]), bits_of_float(largest[column])
-            is_larger = bits & np.int32(0x7FFFFFFF) > before & np.int32(0x7FFFFFFF)
-            largest[column] = group[k, column] if is_larger else largest[column]
-    for number, peak in enumerate(peaks):
-        for column in range(TILE_COLUMNS):
-            tried[column] = widen(encode(largest[column] / np.float32(peak), np.uint16))
-            errors[column] = 0.0
-        for k in range(GROUP):
-            for column in range(TILE_COLUMNS):
-                value, scale = group[k, column], tried[column]
-                error = value - _integer(value, scale, bounds) * scale
-                errors[column] += error * error
-        for column in range(TILE_COLUMNS):
-            is_better = number == 0 or errors[column] < least[column]
-            scales[column] = tried[column] if is_better else scales[column]
-            least[column] = errors[column] if is_better else least[column]
-
-
-@exact
-def _write_group(group: Any, scales: Any, target: int, bits: int, bounds: tuple[float, float]) -> None:
-    """Write the words and the scales of a group to an address."""
-    per_word = 32 // bits
-    words = carray(pointer(target, np.int32), (GROUP // per_word, TILE_COLUMNS))
-    words[:] = 0
-    for k in range(GROUP):
-        shift = np.int32(bits * place_in_word(k % per_word, bits))
-        for column in range(TILE_COLUMNS):
-            integer = np.int32(_integer(group[k, column], scales[column], bounds))
-            words[k // per_word, column] |= (integer & np.int32((1 << bits) - 1)) << shift
-    stored_scales = carray(pointer(target + words.nbytes, np.uint16), (TILE_COLUMNS,))
-    for column in range(TILE_COLUMNS):
-        stored_scales[column] = encode(scales[column] * np.float32(2.0 ** (bits - 32)), np.uint16)
-
-
 @cache
 def _kernel(stored: Any, bits: int) -> Any:
     """Compile the function that each thread runs: it quantizes the next panel until none is left."""
     item_bytes, num_bytes = np.dtype(stored).itemsize, group_bytes(bits)
-    peaks, bounds = _PEAKS[bits], _RANGES[bits]
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         num_groups = args.in_features // GROUP
         group = np.empty((GROUP, TILE_COLUMNS), np.float32)
-        scales = np.empty(TILE_COLUMNS, np.float32)
+        scales, divisors = np.empty((2, TILE_COLUMNS), np.float32)
+        group_at, divisors_at = np.int64(group.ctypes.data), np.int64(divisors.ctypes.data)
         while True:
             panel = np.int64(fetch_and_increment(args.next_panel))
             if panel >= args.num_panels:
                 break
             for index in range(num_groups):
                 source = args.weight + item_bytes * (panel * TILE_COLUMNS * args.in_features + index * GROUP)
-                for column in range(0, TILE_COLUMNS, SQUARE):
-                    for k in range(0, GROUP, SQUARE):
-                        square = np.int64(source + item_bytes * (column * args.in_features + k))
-                        target = np.int64(group.ctypes.data + 4 * (k * TILE_COLUMNS + column))
-                        stride = np.int64(args.in_features)
-                        transpose(square, stride, target, TILE_COLUMNS, np.float32(1.0), stored, SQUARE)
-                _find_scales(group, scales, peaks, bounds)
-                target = args.panels + (panel * num_groups + index) * num_bytes
-                _write_group(group, scales, target, bits, bounds)
+                read_group(source, args.in_features, group, stored, item_bytes)
+                find_scales(group_at, np.int64(scales.ctypes.data), divisors_at, bits)
+                target = np.int64(args.panels + (panel * num_groups + index) * num_bytes)
+                write_words(group_at, divisors_at, target, bits)
+                after_words = target + GROUP * TILE_COLUMNS * bits // 8
+                stored_scales = carray(pointer(after_words, np.uint16), (TILE_COLUMNS,))
+                for column in range(TILE_COLUMNS):
+                    scale = scales[column] * np.float32(2.0 ** (bits - 32))
+                    stored_scales[column] = encode(scale, np.uint16)
 
     return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")

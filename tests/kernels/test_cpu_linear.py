@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from quire.kernels.cpu import linear as linear_module
 from quire.kernels.cpu.bfloat16_product import has_pair_products
-from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, num_segments_of, pack, sums
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS
+from quire.kernels.cpu.linear import (
+    ROWS,
+    UNIT,
+    PackedWeight,
+    PairedWeight,
+    linear,
+    num_segments_of,
+    pack,
+    sums,
+)
 from tests.testing.linear_layers import check_product, check_rows_and_threads, in_pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -148,3 +158,15 @@ def test_pairs_of_bfloat16_have_the_bits_of_float32_products(
 
 def test_a_number_of_inputs_that_is_odd_makes_no_pairs() -> None:
     assert pack(torch.ones((3, 5), dtype=torch.bfloat16)).stored is np.uint16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2 * UNIT, 64), (UNIT + 1, 32), (7, 96), (UNIT - 1, 31), (UNIT + 2, 18)])
+def test_panels_have_the_values_in_the_order_of_products(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % UNIT))
+    expected = padded.view(-1, TILE_COLUMNS, shape[1]).transpose(1, 2)
+    packed = pack(weight)
+    if isinstance(packed, PairedWeight):
+        expected = expected.unflatten(1, (-1, 2)).flip(2).transpose(2, 3)
+    assert torch.equal(packed.panels, expected)

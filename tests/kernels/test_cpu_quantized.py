@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.intrinsics import GROUP
+from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
 from quire.kernels.cpu.linear import ROWS, UNIT, linear, pack
-from quire.kernels.cpu.quantized_weight import _PEAKS, QuantizedWeight, quantize
+from quire.kernels.cpu.quantized_weight import QuantizedWeight, quantize
+from quire.kernels.cpu.rounding import PEAKS
 from tests.testing.linear_layers import check_product, check_rows_and_threads
 
 WEIGHT_DTYPES = ["int8", "int4"]
@@ -81,7 +82,7 @@ def test_with_four_bits_the_scale_is_the_best_of_the_candidates() -> None:
     groups = weight.unflatten(1, (-1, GROUP))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     errors = []
-    for peak in _PEAKS[4]:
+    for peak in PEAKS[4]:
         scales = (largest / peak).bfloat16().float()
         errors.append((((groups / scales).round().clamp(-8, 7) * scales - groups) ** 2).sum(-1))
     found = ((quantized.unpack().unflatten(1, (-1, GROUP)) - groups) ** 2).sum(-1)
@@ -118,3 +119,25 @@ def test_a_large_weight_is_quantized_in_parts(weight_dtype: str) -> None:
     weight, quantized = random_weight(1000, 2048, weight_dtype)
     parts = [quantize(part, weight_dtype).unpack() for part in weight.split(128)]
     assert torch.equal(quantized.unpack(), torch.cat(parts))
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-120, 2.0**-140, 2.0**100])
+def test_scales_are_chosen_as_by_divisions(factor: float) -> None:
+    """Many quotients lie exactly between two integers, and some inverses would overflow."""
+    generator = torch.Generator().manual_seed(0)
+    halves = torch.randint(-17, 18, (UNIT, 8 * GROUP), generator=generator) / 2
+    weight = halves * (1 + torch.randint(0, 128, (UNIT, 1), generator=generator) / 128) * factor
+    groups = weight.unflatten(1, (-1, GROUP))
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    expected, least = torch.zeros(largest.shape), torch.full(largest.shape, torch.inf)
+    for peak in PEAKS[4]:
+        scales = (largest / peak).bfloat16().float()
+        divisors = torch.where(scales == 0, 1, scales)
+        errors = torch.zeros(largest.shape)
+        for value in groups.split(1, dim=-1):
+            errors += (value - (value / divisors).round().clamp(-8, 7) * divisors) ** 2
+        is_better = (errors < least) | (peak == PEAKS[4][0])
+        expected, least = torch.where(is_better, scales, expected), torch.where(is_better, errors, least)
+    stored = quantize(weight, "int4").panels[..., -2 * TILE_COLUMNS :].view(torch.bfloat16)
+    in_panels = (expected * 2.0**-28).bfloat16().view(-1, TILE_COLUMNS, 8).transpose(1, 2)
+    assert torch.equal(stored, in_panels)
