@@ -58,7 +58,7 @@ INSIDE: Mapping[str, Mapping[str, set[str]]] = {
         "worker_process": {"decode", "prefill", "server", "vllm_adapter", "worker"},
         "router": {"requests", "server"},
         "launch": {"worker"},
-        "local": {"launch", "router", "server", "worker", "worker_process"},
+        "local": {"launch", "requests", "router", "server", "worker", "worker_process"},
         "doctor": {"local", "router", "worker"},
         "ray_cluster": {"launch", "local", "server", "worker", "worker_process"},
     },

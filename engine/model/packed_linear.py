@@ -13,7 +13,7 @@ from quire.kernels.cpu.amx_product import FLOAT32
 from quire.kernels.cpu.integer_product import MOST_INPUTS
 from quire.kernels.cpu.integer_weight import quantize_to_integers
 from quire.kernels.cpu.intrinsics import GROUP
-from quire.kernels.cpu.linear import UNIT, PackedWeight, linear, pack
+from quire.kernels.cpu.linear import UNIT, Allocate, PackedWeight, in_own_memory, linear, pack
 from quire.kernels.cpu.quantized_weight import quantize
 from quire.settings.setting import SettingError
 
@@ -93,6 +93,7 @@ def pack_linear_layers(
     num_segments: Mapping[str, int] | None = None,
     arithmetic: str = FLOAT32,
     stored: Mapping[str, list[PackedWeight]] = MappingProxyType({}),
+    allocate: Allocate = in_own_memory,
 ) -> None:
     """Replace a model's linear layers on the CPU, and the embeddings that share a weight with one of them.
 
@@ -102,6 +103,7 @@ def pack_linear_layers(
         num_segments: number of segments of inputs by the layer's name; 1 for all other layers.
         arithmetic: the order of sums of weights that are not quantized, see ``pack``.
         stored: weights that the checkpoint has packed already, by the names of the model's parameters.
+        allocate: allocates the packed weights.
 
     Raises:
         SettingError: a layer cannot be quantized, since its inputs cannot be divided into groups.
@@ -122,7 +124,7 @@ def pack_linear_layers(
             address = weight.data_ptr()
             packed = at_addresses.get(address)
             if packed is None:
-                packed = pack_weight(name, weight.detach(), weight_dtype, arithmetic)
+                packed = pack_weight(name, weight.detach(), weight_dtype, arithmetic, allocate)
             bias = dict(module.named_parameters()).get("bias")
             layer = PackedLinear(packed, bias, segments)
             del module, weight, bias
@@ -132,14 +134,20 @@ def pack_linear_layers(
                 setattr(owner, its_name, PackedEmbedding(layer.packed, scale))
 
 
-def pack_weight(name: str, weight: torch.Tensor, weight_dtype: str, arithmetic: str) -> PackedWeight:
+def pack_weight(
+    name: str,
+    weight: torch.Tensor,
+    weight_dtype: str,
+    arithmetic: str,
+    allocate: Allocate = in_own_memory,
+) -> PackedWeight:
     """Pack or quantize the weight ``[out_features, in_features]`` of a layer of that name.
 
     Raises:
         SettingError: it cannot be quantized.
     """
     if weight_dtype == "auto":
-        return pack(weight, arithmetic)
+        return pack(weight, arithmetic, allocate)
     if weight.shape[1] % GROUP:
         raise SettingError(
             f"weights cannot be {weight_dtype}: {name} has {weight.shape[1]} inputs, which is no "
@@ -147,7 +155,9 @@ def pack_weight(name: str, weight: torch.Tensor, weight_dtype: str, arithmetic: 
         )
     if weight_dtype == "w8a8" and weight.shape[1] > MOST_INPUTS:
         raise SettingError(f"weights cannot be w8a8: {name} has more than {MOST_INPUTS} inputs")
-    return quantize_to_integers(weight) if weight_dtype == "w8a8" else quantize(weight, weight_dtype)
+    if weight_dtype == "w8a8":
+        return quantize_to_integers(weight, allocate)
+    return quantize(weight, weight_dtype, allocate)
 
 
 def _find_embeddings(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Module, str, float]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from quire.engine.kv_cache.memory import dtype_name
 from quire.engine.model import attention, experts, own_attention
@@ -20,34 +18,29 @@ from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
-from quire.engine.model.experts import pack_experts, packable_experts
-from quire.engine.model.latent_attention import keep_latents
-from quire.engine.model.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.model.parallel_layers import connect_ranks
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
 from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.states import with_states
-from quire.engine.model.step_recipe import StepRecipe
-from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.engine.model.step_recipe import StepRecipe, read_recipe
+from quire.engine.weights.checkpoint import open_checkpoint
 from quire.engine.weights.files import check_configuration, check_weights
 from quire.engine.weights.shared_module import load_shared, source_of
 from quire.engine.weights.sliced_weights import digest_of, digest_of_whole, load_slices
 from quire.engine.weights.weights_file import WeightsFile
-from quire.kernels.cpu.linear import PackedWeight
+from quire.engine.weights.whole_model import DTYPES, load_module, pack_module
+from quire.kernels.cpu.linear import Allocate, in_own_memory
 from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
 from quire.models.source import GENERATION_CONFIG, find_model
 from quire.settings.setting import SettingError
 
-if TYPE_CHECKING:
-    from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
-
+_RECIPE, _NO_RECIPE = b"it runs as one program", b"it runs module by module"
 _ORIGINAL = "original_max_position_embeddings"
 UNLIMITED = 1 << 20
 """Most tokens of a sequence if the model sets no limit, for example because it has no positions."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
 """Torch's names of the dtypes of KV blocks, in addition to "auto", the model's own dtype."""
 
@@ -160,18 +153,11 @@ def load_model(
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    with KernelFunctions():
-        loaded, shared_bytes = _load(
-            folder, config, dtype, device, weight_dtype, arithmetic, collectives, weights_file
-        )
-        module, digest, plan = loaded
-        if device.type == "cpu":
-            make_batch_invariant(module)
+    parts = folder, config, dtype, device, weight_dtype, arithmetic, collectives, weights_file
+    (module, digest, plan), shared_bytes = _load(*parts)
     max_position_embeddings = _connect(module, text_config)
-    heads = _checked_heads(module, config, max_position_embeddings)
-    recipe = None
-    if device.type == "cpu":
-        recipe = find_recipe(module, heads, text_config.vocab_size, max_position_embeddings, collectives)
+    check = _Check(module, config, max_position_embeddings, collectives)
+    heads, recipe = check.with_notes_in(weights_file) if shared_bytes and weights_file else check()
     num_kv_heads, own_kv_heads = _kv_heads(heads, plan, collectives)
     return LoadedModel(
         module=module,
@@ -204,13 +190,19 @@ def _load(
     weights_file: WeightsFile | None,
 ) -> tuple[_Loaded, int]:
     """Load the model or a rank's part; last comes the memory that its weights share with others, in bytes."""
-    if collectives is not None:
-        return _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives), 0
     load = partial(_load_whole, folder, config, dtype, device, weight_dtype, arithmetic)
-    if weights_file is None or device.type != "cpu":
-        return load(), 0
-    source = source_of(folder, dtype, weight_dtype, arithmetic)
-    return load_shared(weights_file, source, _module_of, load)
+    shared_bytes = 0
+    with KernelFunctions():
+        if collectives is not None:
+            loaded = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
+        elif weights_file is None or device.type != "cpu":
+            loaded = load()
+        else:
+            source = source_of(folder, dtype, weight_dtype, arithmetic)
+            loaded, shared_bytes = load_shared(weights_file, source, _module_of, load)
+        if device.type == "cpu":
+            make_batch_invariant(loaded.module)
+    return loaded, shared_bytes
 
 
 def _connect(module: PreTrainedModel, text_config: Any) -> int:
@@ -227,15 +219,51 @@ def _check_weight_dtype(weight_dtype: str, device: torch.device) -> None:
         )
 
 
-def _checked_heads(module: PreTrainedModel, config: PreTrainedConfig, num_positions: int) -> KvHeads:
-    """Return a model's KV heads; raise UnsupportedModelError if it cannot run over paged blocks."""
-    text_config = config.get_text_config()
-    try:
-        heads = observe_attention(module, text_config, num_positions)
-        check_paging(module, heads, text_config.vocab_size, num_positions)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{config.model_type}: {error}") from error
-    return heads
+class _Check(NamedTuple):
+    """Checks that a model can run over paged blocks, and whether it can run as one program."""
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    num_positions: int
+    collectives: Collectives | None
+
+    def __call__(self) -> tuple[KvHeads, StepRecipe | None]:
+        """Return the model's KV heads, and its recipe if it has one.
+
+        Raises:
+            UnsupportedModelError: it cannot run over paged blocks.
+        """
+        vocab_size = self.config.get_text_config().vocab_size
+        with self._named_errors():
+            heads = self._observe()
+            check_paging(self.module, heads, vocab_size, self.num_positions)
+        if self.module.device.type != "cpu":
+            return heads, None
+        return heads, find_recipe(self.module, heads, vocab_size, self.num_positions, self.collectives)
+
+    def with_notes_in(self, file: WeightsFile) -> tuple[KvHeads, StepRecipe | None]:
+        """Return the same, but compute with the model only if no worker has with the weights of this file."""
+        try:
+            with file.locked():
+                if not (found := file.read_notes()):
+                    heads, recipe = self()
+                    file.write_notes(_NO_RECIPE if recipe is None else _RECIPE)
+                    return heads, recipe
+        except TimeoutError:
+            return self()
+        with self._named_errors():
+            heads = self._observe()
+        return heads, read_recipe(self.module) if found == _RECIPE else None
+
+    def _observe(self) -> KvHeads:
+        return observe_attention(self.module, self.config.get_text_config(), self.num_positions)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self.config.model_type}: {error}") from error
 
 
 def _kv_heads(
@@ -279,16 +307,17 @@ def _load_whole(
     device: torch.device,
     weight_dtype: str,
     arithmetic: str,
+    allocate: Allocate = in_own_memory,
 ) -> _Loaded:
     check_weights(folder)
     with open_checkpoint(folder) as checkpoint:
         packs = device.type == "cpu" and weight_dtype == "auto"
-        module = _load_module(folder, config, dtype, checkpoint, packs)
+        module = load_module(folder, config, dtype, checkpoint, packs)
         state, packed = module.state_dict(), checkpoint.packed
         digest = digest_of(folder, state, state.__getitem__, weight_dtype, checkpoint, packed)
     plan = read_plan(module)
     segments = plan.num_segments(0, 1)
-    module = _pack_module(module, device, weight_dtype, segments, arithmetic, packed)
+    module = pack_module(module, device, weight_dtype, segments, arithmetic, packed, allocate)
     return _Loaded(module, digest, plan)
 
 
@@ -313,90 +342,9 @@ def _load_part(
     module, plan, packed = load_slices(folder, config, chosen, rank, num_ranks)
     digest = digest_of_whole(folder, module, weight_dtype, packed) if rank == 0 else ""
     segments = plan.num_segments(rank, num_ranks)
-    module = _pack_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic, packed)
+    module = pack_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic, packed)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
     return _Loaded(module, digest, plan)
-
-
-def _load_module(
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    checkpoint: Checkpoint | GgufCheckpoint,
-    packs: bool,
-) -> PreTrainedModel:
-    """Load a model; if ``packs`` is true, weights that kernels multiply as they are stored stay packed."""
-    # Progress bars of transformers would garble the launcher's progress bar, and it advises to install
-    # kernels that only its own code would use.
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-    model_class: Any = AutoModelForCausalLM
-    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
-    try:
-        with torch.random.fork_rng(devices=[]):
-            # Embedding models may have no output layer; all workers then have to make the same one.
-            torch.manual_seed(0)
-            if not checkpoint.is_plain:
-                model_class, source = _dequantized_source(folder, dtype, checkpoint, packs)
-            module: PreTrainedModel = model_class.from_pretrained(
-                **source,
-                dtype="auto" if dtype == "auto" else DTYPES[dtype],
-                attn_implementation=own_attention.implementation_at_load(config),
-            )
-    except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        if checkpoint.error is not None:
-            raise checkpoint.error from error
-        raise UnsupportedModelError(
-            f"transformers cannot load {folder} with paged attention: {error}"
-        ) from error
-    checkpoint.log_memory(module)
-    return module
-
-
-def _dequantized_source(
-    folder: Path, dtype: str, checkpoint: Checkpoint | GgufCheckpoint, packs: bool
-) -> tuple[Any, dict[str, Any]]:
-    """Return a model's class, and the arguments that make it load packed and dequantized tensors.
-
-    Transformers' own quantizers need GPUs or other packages for most formats.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    for each in (config, config.get_text_config()):
-        vars(each).pop("quantization_config", None)
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)
-    outline.config.dtype = config.dtype or checkpoint.dtype
-    packable = packable_weights(outline) | packable_experts(outline) if packs else set()
-    tensors = checkpoint.lazy_tensors(packable, DTYPES.get(dtype, outline.config.dtype))
-    source = {"config": outline.config, "state_dict": tensors}
-    return type(outline), {"pretrained_model_name_or_path": None, **source}
-
-
-def _pack_module(
-    module: PreTrainedModel,
-    device: torch.device,
-    weight_dtype: str,
-    num_segments: dict[str, int],
-    arithmetic: str,
-    packed: Mapping[str, list[PackedWeight]],
-) -> PreTrainedModel:
-    """Move a model to its device, and pack its weights there or fuse its layers."""
-    module = module.to(device).eval().requires_grad_(False)
-    if device.type == "cpu":
-        sums = choose_sums(arithmetic, module.dtype)
-        keep_latents(module, weight_dtype, sums.name)
-        pack_linear_layers(module, weight_dtype, num_segments, sums.name, packed)
-        pack_experts(module, weight_dtype, sums.name, packed)
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            # A single tensor that still refers to the mapped file of weights would keep the whole file in
-            # memory.
-            tensor.data = tensor.data.clone()
-    else:
-        # Triton comes with torch for CUDA; machines without a GPU may have none.
-        from quire.engine.model.gpu_layers import fuse_layers
-
-        fuse_layers(module)
-    return module
 
 
 def check_supported(config: Any) -> None:

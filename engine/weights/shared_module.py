@@ -15,6 +15,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ import torch
 
 from quire.engine.kv_cache.shared_memory import use_large_pages
 from quire.engine.weights.weights_file import WeightsFile
+from quire.kernels.cpu.linear import Allocate, in_own_memory
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,11 @@ _ALIGNMENT = 64
 """Bytes: a cache line, as torch aligns its own memory."""
 _TRIM_BYTES = 256 << 20
 """Freed memory that the C library may keep while weights are written, in bytes."""
+_CHUNK_BYTES = 64 << 20
+"""Bytes of a file that are mapped together, at least."""
 _PLACE_BYTES = 8
+_MAP_FIXED = 0x10
+"""Flag of mmap(2): replace what is at the address."""
 
 Model = TypeVar("Model")
 
@@ -66,7 +72,7 @@ def load_shared(
     file: WeightsFile,
     source: Source,
     module_of: Callable[[Model], torch.nn.Module],
-    load: Callable[[], Model],
+    load: Callable[[Allocate], Model],
 ) -> tuple[Model, int]:
     """Return a model whose weights are in a file, and the bytes of the file.
 
@@ -77,27 +83,88 @@ def load_shared(
     Args:
         source: what ``load`` makes the weights of.
         module_of: returns the modules of a model.
-        load: loads the model.
+        load: loads the model; it allocates large weights by the given function.
     """
     try:
         with file.locked():
             if not file.is_complete:
-                model = load()
-                if not _write(file, source, model, module_of(model)):
-                    return model, 0
+                memory = _FileMemory(file.descriptor)
+                model = load(memory.allocate)
+                if not _write(file, source, model, module_of(model), memory):
+                    return load(in_own_memory), 0
                 del model
     except TimeoutError as error:
         _tell(str(error))
-        return load(), 0
+        return load(in_own_memory), 0
     written, model = _read(file)
     if written.is_made_of(source):
         return model, os.fstat(file.descriptor).st_size
     _tell("its model or settings changed since they were written")
-    return load(), 0
+    return load(in_own_memory), 0
 
 
 def _tell(reason: str) -> None:
     logger.warning("this worker has weights of its own: %s", reason)
+
+
+class _FileMemory:
+    """Allocates tensors at the beginning of an empty file, whose size grows.
+
+    Attributes:
+        end: the place after the last tensor.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._mappings: list[tuple[int, mmap.mmap]] = []
+        """The place of each mapping in the file, and the mapping."""
+        self._places: dict[int, int] = {}
+        """The place of each tensor by its address."""
+        self.end = 0
+        os.ftruncate(descriptor, 0)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in the file."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if not num_bytes:
+            return in_own_memory(shape, dtype)
+        start, mapping = self._mappings[-1] if self._mappings else (0, b"")
+        if self.end + num_bytes > start + len(mapping):
+            start = self.end = _aligned(self.end, mmap.ALLOCATIONGRANULARITY)
+            size = max(_aligned(num_bytes, mmap.PAGESIZE), _CHUNK_BYTES)
+            os.ftruncate(self._descriptor, start + size)
+            mapping = mmap.mmap(self._descriptor, size, offset=start)
+            use_large_pages(mapping)
+            self._mappings.append((start, mapping))
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=prod(shape), offset=self.end - start)
+        self._places[tensor.data_ptr()] = self.end
+        self.end = _aligned(self.end + num_bytes, _ALIGNMENT)
+        return tensor.view(shape)
+
+    def place_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the place of a storage in the file; None if it is not there."""
+        return self._places.get(storage.data_ptr())
+
+    def protect(self) -> None:
+        """Replace the mappings by others at the same addresses, which can only be read.
+
+        Raises:
+            OSError: the system cannot do so.
+        """
+        library = ctypes.CDLL(None, use_errno=True)
+        library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        library.mmap.restype = ctypes.c_void_p
+        # Whoever opens a file for writing may later write to its mapping, so this opens it for reading.
+        readable = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)
+        try:
+            for start, mapping in self._mappings:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+                flags = mmap.MAP_SHARED | _MAP_FIXED
+                found = library.mmap(address, len(mapping), mmap.PROT_READ, flags, readable, start)
+                if found != address:
+                    raise OSError(ctypes.get_errno(), "the weights cannot be made read-only")
+        finally:
+            os.close(readable)
 
 
 class _Pickler(pickle.Pickler):
@@ -106,12 +173,14 @@ class _Pickler(pickle.Pickler):
     Args:
         file: gets the pickle.
         module: the model's modules, whose buffers belong to the pickle.
+        memory: the memory of weights that are in the file already; the others get places after it.
     """
 
-    def __init__(self, file: io.BytesIO, module: torch.nn.Module) -> None:
+    def __init__(self, file: io.BytesIO, module: torch.nn.Module, memory: _FileMemory) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.placed: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        self.end = 0
+        self.end = memory.end
+        self._memory = memory
         self._buffers = {each.untyped_storage()._cdata for each in module.buffers()}
 
     def persistent_id(self, item: Any) -> tuple[int, int, torch.dtype] | None:
@@ -120,9 +189,11 @@ class _Pickler(pickle.Pickler):
         storage: torch.UntypedStorage = item._untyped_storage
         if storage._cdata in self._buffers or not storage.nbytes():
             return None
+        if (place := self._memory.place_of(storage)) is not None:
+            return place, storage.nbytes(), item.dtype
         if storage._cdata not in self.placed:
             self.placed[storage._cdata] = self.end, storage
-            self.end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+            self.end += _aligned(storage.nbytes(), _ALIGNMENT)
         return self.placed[storage._cdata][0], storage.nbytes(), item.dtype
 
 
@@ -145,20 +216,21 @@ class _Unpickler(pickle.Unpickler):
         return wrapped
 
 
-def _write(file: WeightsFile, source: Source, model: object, module: torch.nn.Module) -> bool:
-    """Move the weights of a model to a file, and return True; return False if it cannot be pickled.
+def _write(
+    file: WeightsFile, source: Source, model: object, module: torch.nn.Module, memory: _FileMemory
+) -> bool:
+    """Complete the file of a model's weights, and return True; return False if it cannot be pickled.
 
-    Each weight is freed when it is written, so that no more memory is needed than for the model. The model
-    cannot be used afterwards.
+    Weights that are not in the file yet are written, and freed one after the other. The model cannot be used
+    afterwards.
     """
     pickled = io.BytesIO()
-    pickler = _Pickler(pickled, module)
+    pickler = _Pickler(pickled, module, memory)
     try:
         pickler.dump((source, model))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         _tell(f"its model cannot be pickled: {error}")
         return False
-    os.ftruncate(file.descriptor, 0)
     os.ftruncate(file.descriptor, pickler.end + len(pickled.getbuffer()) + _PLACE_BYTES)
     with mmap.mmap(file.descriptor, 0) as mapping:
         use_large_pages(mapping)
@@ -176,6 +248,7 @@ def _write(file: WeightsFile, source: Source, model: object, module: torch.nn.Mo
         mapping[pickler.end : -_PLACE_BYTES] = pickled.getbuffer()
         mapping[-_PLACE_BYTES:] = pickler.end.to_bytes(_PLACE_BYTES)
     _trim()
+    memory.protect()
     file.seal()
     return True
 
@@ -189,6 +262,10 @@ def _read(file: WeightsFile) -> tuple[Source, Any]:
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         source, model = _Unpickler(mapping, start).load()
     return source, model
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
 
 
 def _trim() -> None:

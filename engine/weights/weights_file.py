@@ -8,9 +8,11 @@
                                  writes the weights, seals the file
                                  unlocks it ───────────────────────► see the seal, map the file
 
-The seal says that the file is complete. If the first worker dies before, the system releases its lock, and
-the next worker begins again. The launcher keeps the file open, so that it outlives each worker. The file has
-no name in any directory, and its memory is freed when the last process that holds it has ended.
+The seal says that the file is complete. The first worker that maps it then checks its model, and notes the
+result in a second file, so that the others need not compute with the model before they serve. If a worker
+dies before it has written or checked, the system releases its lock, and the next worker begins again. The
+launcher keeps both files open, so that they outlive each worker. They have no name in any directory, and
+their memory is freed when the last process that holds them has ended.
 
 Importing this does not load torch, which launchers do not need.
 """
@@ -36,12 +38,13 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """The descriptor of a file. A new process that gets this as an argument has a descriptor of its own."""
+    """The descriptors of a file and of its notes. A new process that gets this has descriptors of its own."""
 
     descriptor: int
+    notes: int
 
-    def __reduce__(self) -> tuple[Callable[..., WeightsFile], tuple[Any]]:
-        return _received, (DupFd(self.descriptor),)
+    def __reduce__(self) -> tuple[Callable[..., WeightsFile], tuple[Any, Any]]:
+        return _received, (DupFd(self.descriptor), DupFd(self.notes))
 
     @property
     def is_complete(self) -> bool:
@@ -78,9 +81,19 @@ class WeightsFile:
         """
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
 
+    def read_notes(self) -> bytes:
+        """Return what a worker has noted about the weights; empty if none has."""
+        return os.pread(self.notes, os.fstat(self.notes).st_size, 0)
+
+    def write_notes(self, notes: bytes) -> None:
+        """Replace the notes; the caller holds the lock."""
+        os.ftruncate(self.notes, 0)
+        os.pwrite(self.notes, notes, 0)
+
     def close(self) -> None:
-        """Close this process's descriptor. Mappings remain."""
+        """Close this process's descriptors. Mappings remain."""
         os.close(self.descriptor)
+        os.close(self.notes)
 
 
 def create_weights_file() -> WeightsFile:
@@ -91,8 +104,13 @@ def create_weights_file() -> WeightsFile:
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    return WeightsFile(os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    descriptor = os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        return WeightsFile(descriptor, os.memfd_create("quire-weights-notes", os.MFD_CLOEXEC))
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
-def _received(descriptor: Any) -> WeightsFile:
-    return WeightsFile(descriptor.detach())
+def _received(descriptor: Any, notes: Any) -> WeightsFile:
+    return WeightsFile(descriptor.detach(), notes.detach())

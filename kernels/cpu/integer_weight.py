@@ -23,7 +23,7 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
+from quire.kernels.cpu.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
 from quire.kernels.cpu.rounding import read_group, write_words
 
 
@@ -75,14 +75,17 @@ class IntegerWeight(EncodedWeight):
         return (integers * scales[..., None]).to(self.unpacked_dtype)
 
 
-def quantize_to_integers(weight: torch.Tensor) -> IntegerWeight:
+def quantize_to_integers(weight: torch.Tensor, allocate: Allocate = in_own_memory) -> IntegerWeight:
     """Quantize a weight ``[out_features, in_features]`` of any float dtype.
 
-    Its number of inputs is a multiple of ``GROUP``.
+    Args:
+        weight: the weight, whose number of inputs is a multiple of ``GROUP``.
+        allocate: allocates the packed weight.
     """
     out_features, in_features = weight.shape
     num_panels, num_whole = num_padded_panels(out_features), out_features // TILE_COLUMNS
-    panels = torch.zeros((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), dtype=torch.uint8)
+    panels = allocate((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), torch.uint8)
+    panels[num_whole:] = 0
     _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels)
     rest = weight[num_whole * TILE_COLUMNS :]
     rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))

@@ -15,7 +15,7 @@ bits do not depend on the number of processes either.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -218,7 +218,16 @@ def num_padded_panels(out_features: int) -> int:
     return -(-out_features // UNIT) * _PANELS
 
 
-def pack(weight: torch.Tensor, arithmetic: str = FLOAT32) -> PackedWeight:
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Function that returns a tensor of a shape and type whose values are not set."""
+
+
+def in_own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the process's own memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def pack(weight: torch.Tensor, arithmetic: str = FLOAT32, allocate: Allocate = in_own_memory) -> PackedWeight:
     """Pack a weight ``[out_features, in_features]`` of a dtype in ``STORAGE`` with at least 16 bits.
 
     A bfloat16 weight is packed in pairs if the processor multiplies these.
@@ -227,18 +236,22 @@ def pack(weight: torch.Tensor, arithmetic: str = FLOAT32) -> PackedWeight:
         weight: the weight.
         arithmetic: ``FLOAT32`` or ``AMX_BFLOAT16``, the order of sums. The latter needs bfloat16 and whole
             tiles of inputs; weights that differ have the order of ``FLOAT32``.
+        allocate: allocates the packed weight.
     """
     out_features, in_features = weight.shape
     is_bfloat16 = weight.dtype == torch.bfloat16
     if arithmetic == AMX_BFLOAT16 and is_bfloat16 and in_features % TILE_INPUTS == 0:
-        return TiledWeight(_in_tiles(_in_panels(weight)), out_features, in_features, tiles_are_exact())
+        tiles = _in_tiles(_in_panels(weight), allocate)
+        return TiledWeight(tiles, out_features, in_features, tiles_are_exact())
     if is_bfloat16 and in_features % 2 == 0 and has_pair_products():
-        pairs = _in_panels(weight, in_pairs=True).view(-1, in_features // 2, TILE_COLUMNS, 2)
+        pairs = _in_panels(weight, allocate, in_pairs=True).view(-1, in_features // 2, TILE_COLUMNS, 2)
         return PairedWeight(pairs, out_features, in_features)
-    return PackedWeight(_in_panels(weight), out_features, in_features)
+    return PackedWeight(_in_panels(weight, allocate), out_features, in_features)
 
 
-def _in_panels(weight: torch.Tensor, *, in_pairs: bool = False) -> torch.Tensor:
+def _in_panels(
+    weight: torch.Tensor, allocate: Allocate = in_own_memory, *, in_pairs: bool = False
+) -> torch.Tensor:
     """Return a weight as ``[num_panels, in_features, TILE_COLUMNS]``, with zeros at the end.
 
     Args:
@@ -246,7 +259,7 @@ def _in_panels(weight: torch.Tensor, *, in_pairs: bool = False) -> torch.Tensor:
     """
     out_features, in_features = weight.shape
     num_whole = out_features // TILE_COLUMNS
-    panels = weight.new_empty((num_padded_panels(out_features), in_features, TILE_COLUMNS))
+    panels = allocate((num_padded_panels(out_features), in_features, TILE_COLUMNS), weight.dtype)
     panels[num_whole:] = 0
     rest = weight[num_whole * TILE_COLUMNS :]
     rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
@@ -267,9 +280,10 @@ def _transpose_slowly(weight: torch.Tensor, panels: torch.Tensor, in_pairs: bool
     panels[: len(weight)] = values.reshape(-1, *panels.shape[1:])
 
 
-def _in_tiles(panels: torch.Tensor) -> torch.Tensor:
+def _in_tiles(panels: torch.Tensor, allocate: Allocate = in_own_memory) -> torch.Tensor:
     shape = (len(panels), -1, TILE_SIDE, 2, TILE_COLUMNS // TILE_SIDE, TILE_SIDE)
-    return panels.view(shape).flip(3).permute(0, 1, 4, 2, 5, 3).contiguous()
+    tiles = panels.view(shape).flip(3).permute(0, 1, 4, 2, 5, 3)
+    return allocate(tuple(tiles.shape), tiles.dtype).copy_(tiles)
 
 
 @cache

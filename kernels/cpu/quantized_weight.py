@@ -27,7 +27,7 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import EncodedWeight, num_padded_panels
+from quire.kernels.cpu.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
 from quire.kernels.cpu.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
 from quire.kernels.cpu.packed_product import group_bytes
 from quire.kernels.cpu.rounding import find_scales, read_group, write_words
@@ -86,17 +86,19 @@ class QuantizedWeight(EncodedWeight):
         return values.reshape(*indices.shape, self.in_features).to(self.unpacked_dtype)
 
 
-def quantize(weight: torch.Tensor, weight_dtype: str) -> QuantizedWeight:
+def quantize(weight: torch.Tensor, weight_dtype: str, allocate: Allocate = in_own_memory) -> QuantizedWeight:
     """Quantize a weight ``[out_features, in_features]`` of any float dtype.
 
     Args:
         weight: the weight, whose number of inputs is a multiple of ``GROUP``.
         weight_dtype: a key of ``QUANTIZED``.
+        allocate: allocates the packed weight.
     """
     out_features, in_features = weight.shape
     bits, num_panels = _BITS[weight_dtype], num_padded_panels(out_features)
-    panels = torch.zeros((num_panels, in_features // GROUP, group_bytes(bits)), dtype=torch.uint8)
+    panels = allocate((num_panels, in_features // GROUP, group_bytes(bits)), torch.uint8)
     num_whole = out_features // TILE_COLUMNS
+    panels[num_whole:] = 0
     _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels, bits)
     rest = weight[num_whole * TILE_COLUMNS :]
     rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))

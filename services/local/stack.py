@@ -47,6 +47,7 @@ from quire.services.local.router_processes import (
     run_router_process,
     shared_ports,
 )
+from quire.services.requests.served_model import check_text_files
 from quire.services.router.app import RouterAddresses
 from quire.services.server.log import configure_logging
 from quire.services.worker.config import RunningWorker, WorkerConfig
@@ -185,7 +186,9 @@ def local_stack(
 
     Raises:
         LaunchError: a process ended before it was ready.
+        BadFileError: the tokenizer or another text file of the model is missing or damaged.
     """
+    check_text_files(config.router.model or config.worker.model_path, config.router.generation_config)
     with ExitStack() as stack:
         show = partial(_show_drain, console)
         # Redis starts first and ends last; its address depends on where the workers run.

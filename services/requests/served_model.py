@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
@@ -13,7 +14,7 @@ from quire.rpc.errors import BadFileError
 from quire.sampling.model_defaults import GenerationConfig, sampling_defaults
 from quire.tokenization.answers.formats import AnswerFormat, find_answer_format
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.tokenizer import MissingTokenizerError, Tokenizer, load_model_files
+from quire.tokenization.tokenizer import MissingTokenizerError, ModelFiles, Tokenizer, load_model_files
 
 
 @dataclass(slots=True)
@@ -68,12 +69,7 @@ def load_served_model(
         BadFileError: the model has no ``tokenizer.json``, or one of these files is damaged.
         OSError: there is no such model, or the hub cannot be reached.
     """
-    try:
-        files = load_model_files(source or info.model_path)
-        tokenizer, chat_template = Tokenizer.load(files.folder), ChatTemplate.load(files)
-        defaults = sampling_defaults(files.folder) if generation_config == "auto" else {}
-    except (ModelFileError, MissingTokenizerError) as error:
-        raise BadFileError(f"cannot load the files of {source or info.model_path}: {error}") from error
+    files, tokenizer, chat_template, defaults = _load_texts(source or info.model_path, generation_config)
     template_source = None if chat_template is None else chat_template.source
     return ServedModel(
         name=name or info.model,
@@ -88,3 +84,30 @@ def load_served_model(
         answer_format=find_answer_format(files.config, template_source, tokenizer.added_tokens),
         embedding=info.embedding,
     )
+
+
+def check_text_files(source: str, generation_config: GenerationConfig) -> None:
+    """Check the text files of a model in a local folder before workers load it, which takes longer.
+
+    Raises:
+        BadFileError: a file is missing or damaged.
+    """
+    if (Path(source) / "config.json").is_file():  # otherwise workers say what the source lacks
+        _load_texts(source, generation_config)
+
+
+class _Texts(NamedTuple):
+    files: ModelFiles
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any]
+
+
+def _load_texts(source: str, generation_config: GenerationConfig) -> _Texts:
+    try:
+        files = load_model_files(source)
+        tokenizer, chat_template = Tokenizer.load(files.folder), ChatTemplate.load(files)
+        defaults = sampling_defaults(files.folder) if generation_config == "auto" else {}
+    except (ModelFileError, MissingTokenizerError) as error:
+        raise BadFileError(f"cannot load the files of {source}: {error}") from error
+    return _Texts(files, tokenizer, chat_template, defaults)

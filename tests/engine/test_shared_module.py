@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from quire.engine.model.latent_attention import keep_latents
-from quire.engine.weights import loader
+from quire.engine.weights import whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.shared_module import Source, load_shared
 from quire.engine.weights.weights_file import WeightsFile, create_weights_file
+from quire.kernels.cpu.linear import Allocate
 from tests.testing.tiny_engine import CPU
 
 WAIT_SECONDS = 20.0
@@ -118,7 +119,7 @@ def test_other_settings_or_files_share_nothing(
 def test_workers_that_start_together_load_once(file: WeightsFile) -> None:
     source, weight, loads = Source(("settings",), {}), torch.arange(6.0).view(2, 3), Barrier(2)
 
-    def load() -> torch.nn.Linear:
+    def load(_: Allocate) -> torch.nn.Linear:
         loads.wait(WAIT_SECONDS)
         layer = torch.nn.Linear(3, 2, bias=False)
         layer.weight.data.copy_(weight)
@@ -154,7 +155,7 @@ def test_a_model_that_cannot_be_pickled_has_weights_of_its_own(
         keep_latents(model, *arguments)
         model.own = lambda: None  # type: ignore[assignment]
 
-    monkeypatch.setattr(loader, "keep_latents", add_lambda)
+    monkeypatch.setattr(whole_model, "keep_latents", add_lambda)
     model = load_model(str(folder), "float32", CPU, weights_file=file)
     assert not is_shared(model)
     assert not file.is_complete

@@ -16,7 +16,7 @@ HOLD_AND_WRITE_HALF = """
 import os, sys
 from quire.engine.weights.weights_file import WeightsFile
 
-file = WeightsFile(int(sys.argv[1]))
+file = WeightsFile(int(sys.argv[1]), -1)
 with file.locked():
     os.write(file.descriptor, b"half")
     print("held", flush=True)

@@ -1,0 +1,109 @@
+"""Loads the modules of a whole model by transformers, and packs their weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from quire.engine.model import own_attention
+from quire.engine.model.arithmetic import choose_sums
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.experts import pack_experts, packable_experts
+from quire.engine.model.latent_attention import keep_latents
+from quire.engine.model.packed_linear import pack_linear_layers, packable_weights
+from quire.engine.weights.checkpoint import Checkpoint
+from quire.kernels.cpu.linear import Allocate, PackedWeight, in_own_memory
+
+if TYPE_CHECKING:
+    from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_module(
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    checkpoint: Checkpoint | GgufCheckpoint,
+    packs: bool,
+) -> PreTrainedModel:
+    """Load a model; if ``packs`` is true, weights that kernels multiply as they are stored stay packed."""
+    # Progress bars of transformers would garble the launcher's progress bar, and it advises to install
+    # kernels that only its own code would use.
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+    model_class: Any = AutoModelForCausalLM
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            # Embedding models may have no output layer; all workers then have to make the same one.
+            torch.manual_seed(0)
+            if not checkpoint.is_plain:
+                model_class, source = _dequantized_source(folder, dtype, checkpoint, packs)
+            module: PreTrainedModel = model_class.from_pretrained(
+                **source,
+                dtype="auto" if dtype == "auto" else DTYPES[dtype],
+                attn_implementation=own_attention.implementation_at_load(config),
+            )
+    except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if checkpoint.error is not None:
+            raise checkpoint.error from error
+        raise UnsupportedModelError(
+            f"transformers cannot load {folder} with paged attention: {error}"
+        ) from error
+    checkpoint.log_memory(module)
+    return module
+
+
+def _dequantized_source(
+    folder: Path, dtype: str, checkpoint: Checkpoint | GgufCheckpoint, packs: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model's class, and the arguments that make it load packed and dequantized tensors.
+
+    Transformers' own quantizers need GPUs or other packages for most formats.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    for each in (config, config.get_text_config()):
+        vars(each).pop("quantization_config", None)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    outline.config.dtype = config.dtype or checkpoint.dtype
+    packable = packable_weights(outline) | packable_experts(outline) if packs else set()
+    tensors = checkpoint.lazy_tensors(packable, DTYPES.get(dtype, outline.config.dtype))
+    source = {"config": outline.config, "state_dict": tensors}
+    return type(outline), {"pretrained_model_name_or_path": None, **source}
+
+
+def pack_module(
+    module: PreTrainedModel,
+    device: torch.device,
+    weight_dtype: str,
+    num_segments: dict[str, int],
+    arithmetic: str,
+    packed: Mapping[str, list[PackedWeight]],
+    allocate: Allocate = in_own_memory,
+) -> PreTrainedModel:
+    """Move a model to its device, and pack its weights there or fuse its layers."""
+    module = module.to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        sums = choose_sums(arithmetic, module.dtype)
+        keep_latents(module, weight_dtype, sums.name)
+        pack_linear_layers(module, weight_dtype, num_segments, sums.name, packed, allocate)
+        pack_experts(module, weight_dtype, sums.name, packed)
+        # A single tensor that still refers to the mapped file of weights would keep the whole file in memory.
+        for parameter in module.parameters():
+            parameter.data = allocate(tuple(parameter.shape), parameter.dtype).copy_(parameter.data)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.clone()
+    else:
+        # Triton comes with torch for CUDA; machines without a GPU may have none.
+        from quire.engine.model.gpu_layers import fuse_layers
+
+        fuse_layers(module)
+    return module
