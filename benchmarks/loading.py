@@ -29,11 +29,22 @@ from quire.engine.weights.weights_file import WeightsFile
 
 folder, dtype, weight_dtype, threads, *file = sys.argv[1:]
 torch.set_num_threads(int(threads))
-weights = WeightsFile(*map(int, file)) if file else None
+weights = WeightsFile(*map(int, file))
+read, reads = loader._load, []
+
+
+def timed(*arguments):
+    start = time.perf_counter()
+    result = read(*arguments)
+    reads.append(time.perf_counter() - start)
+    return result
+
+
+loader._load = timed
 seconds = time.perf_counter(), time.process_time()
 model = loader.load_model(folder, dtype, torch.device("cpu"), weight_dtype, weights_file=weights)
 seconds = time.perf_counter() - seconds[0], time.process_time() - seconds[1]
-print(*seconds, model.digest, flush=True)
+print(*seconds, reads[0], flush=True)
 sys.stdin.read()
 """
 
@@ -55,10 +66,12 @@ class _Row(NamedTuple):
     weight_dtype: str
     workers: int
     seconds: float
-    """Until the last worker has loaded the model."""
+    """Until the last worker has loaded and checked the model."""
     cpu_seconds: float
     """Of all workers."""
     read_seconds: float
+    weights_seconds: float
+    """Until the last worker has the packed weights, which are then checked."""
     gigabytes_per_second: float
     restart_seconds: float
     memory_mib: float
@@ -82,6 +95,7 @@ def main(options: Options) -> Report:
         "workers": "{workers}",
         "load (s)": "{seconds:.2f}",
         "processor (s)": "{cpu_seconds:.2f}",
+        "weights (s)": "{weights_seconds:.2f}",
         "cat (s)": "{read_seconds:.2f}",
         "GB/s": "{gigabytes_per_second:.2f}",
         "another worker (s)": "{restart_seconds:.2f}",
@@ -112,15 +126,16 @@ def _measure(folder: Path, dtype: str, weight_dtype: str, workers: int, options:
                 each.communicate()
     finally:
         shared.close()
-    seconds = max(each.seconds for each in loads)
+    weights_seconds = max(each.weights_seconds for each in loads)
     return _Row(
         dtype,
         weight_dtype,
         workers,
-        seconds,
+        max(each.seconds for each in loads),
         sum(each.cpu_seconds for each in loads),
         read_seconds,
-        num_bytes / 1e9 / seconds,
+        weights_seconds,
+        num_bytes / 1e9 / weights_seconds,
         restart.seconds,
         memory,
     )
@@ -129,6 +144,7 @@ def _measure(folder: Path, dtype: str, weight_dtype: str, workers: int, options:
 class _Load(NamedTuple):
     seconds: float
     cpu_seconds: float
+    weights_seconds: float
 
 
 def _start(command: Sequence[str], descriptors: tuple[int, int]) -> subprocess.Popen[str]:
@@ -147,7 +163,7 @@ def _wait(process: subprocess.Popen[str]) -> _Load:
     words = process.stdout.readline().split()
     if not words:
         raise FailedError("a worker could not load the model; the reason is above")
-    return _Load(float(words[0]), float(words[1]))
+    return _Load(*map(float, words))
 
 
 def _prepare(files: Sequence[Path], *, cold: bool) -> None:

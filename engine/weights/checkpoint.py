@@ -209,6 +209,10 @@ class Checkpoint:
                     raise UnsupportedModelError(
                         f"{name} is a quantized weight, but config.json has no quantization_config"
                     )
+                if name.endswith(".weight") and self._type(name) not in _PLAIN:
+                    raise self._wrong(
+                        name, f"is {self._type(name)}, but config.json has no quantization_config"
+                    )
             return
         layouts = _LAYOUTS[self.quantization.method]
         endings = tuple(end for each in layouts for end in (*each.scales, *each.others.values()))

@@ -262,6 +262,21 @@ def test_quantized_weights_without_a_configuration_are_refused(tmp_path: Path) -
         load_model(str(quantized), "auto", CPU)
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_weights_of_8_bits_without_a_configuration_are_refused(
+    dtype: torch.dtype, name: str, tmp_path: Path
+) -> None:
+    """Without their scales, they would be other weights."""
+    _, plain = save("gptq-4", tmp_path)
+    tensors = load_file(plain / "model.safetensors")
+    wrong = "model.layers.0.mlp.up_proj.weight"
+    tensors[wrong] = tensors[wrong].to(dtype)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    message = rf"model\.safetensors has a tensor {wrong} that is {name}, but config\.json has no quantization"
+    with pytest.raises(ModelFileError, match=message):
+        load_model(str(plain), "auto", CPU)
+
+
 @pytest.mark.parametrize(
     ("configuration", "message"),
     [
