@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from quire.engine.model.latent_attention import latent_expansion
 from quire.engine.model.states import States
 from quire.kernels import ops
-from quire.kernels.cpu.mamba import Mamba, mamba
+from quire.kernels.cpu.recurrence import Recurrence
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.short_convolution import Convolution, short_convolution
 
@@ -58,7 +58,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     convolution: Convolution | None = None,
-    recurrence: Mamba | None = None,
+    recurrence: Recurrence | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
@@ -113,7 +113,7 @@ def _advance_states(
     steps: torch.Tensor,
     metadata: AttentionMetadata,
     states: States | None,
-    recurrence: Mamba,
+    recurrence: Recurrence,
 ) -> torch.Tensor:
     """Run the recurrence of a layer with a state.
 
@@ -121,7 +121,7 @@ def _advance_states(
     """
     assert states is not None, "the blocks have no room for states"
     places = states.places(module.state_number)  # type: ignore[arg-type]
-    return mamba(inputs[0], steps[0], metadata, places, recurrence)[None]
+    return recurrence.advance(inputs[0], steps[0], metadata, places)[None]
 
 
 def _numbered(module: torch.nn.Module, number: int) -> int:

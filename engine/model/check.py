@@ -29,7 +29,7 @@ from quire.engine.model.mask_check import MaskObserver, Window, mask_problem
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.states import States, StateShape, with_states
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu.mamba import Mamba
+from quire.kernels.cpu.recurrence import Recurrence
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -114,7 +114,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         UnsupportedModelError: no layer calls attention, or the mask of a layer is not its causal window.
     """
     seen: list[_Observed] = []
-    recurrences: dict[torch.nn.Module, Mamba] = {}
+    recurrences: dict[torch.nn.Module, Recurrence] = {}
     observer = MaskObserver()
     AttentionInterface.register(_OBSERVER, partial(_observe, seen, recurrences))
     AttentionMaskInterface.register(_OBSERVER, observer)
@@ -162,7 +162,7 @@ class _Observed(NamedTuple):
 
 def _observe(
     seen: list[_Observed],
-    recurrences: dict[torch.nn.Module, Mamba],
+    recurrences: dict[torch.nn.Module, Recurrence],
     layer: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -175,13 +175,13 @@ def _observe(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     paged_step: object = None,
-    recurrence: Mamba | None = None,
+    recurrence: Recurrence | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a call of attention, and return zeros of the shape that the layer expects."""
     if recurrence is not None:
         recurrences[layer] = recurrence
-        return query.new_zeros((*query.shape[:2], len(recurrence.skip) * recurrence.head_dim)), None
+        return query.new_zeros((*query.shape[:2], recurrence.num_outputs)), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(sliding_window, is_chunked, scale, softcap, s_aux)
     size, value_shape, latent_dim = value.shape[-1], value.shape, 0
@@ -217,9 +217,9 @@ def _number(layers: Sequence[torch.nn.Module]) -> None:
         layer.kv_layers = [number for number, each in enumerate(layers) if each is layer]  # type: ignore[assignment]
 
 
-def _number_states(recurrences: dict[torch.nn.Module, Mamba]) -> StateShape | None:
+def _number_states(recurrences: dict[torch.nn.Module, Recurrence]) -> StateShape | None:
     """Tell the layers with a state their numbers; return the shape of the states, None if there are none."""
-    shapes = {(each.num_rows, each.size) for each in recurrences.values()}
+    shapes = {(each.num_rows, each.row_size) for each in recurrences.values()}
     if len(shapes) > 1:
         raise UnsupportedModelError(f"the states of its layers differ in shape: {sorted(shapes)}")
     for number, layer in enumerate(recurrences):

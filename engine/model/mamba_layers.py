@@ -9,7 +9,8 @@ import torch
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.mamba import LANES, ROWS, Mamba
+from quire.kernels.cpu.mamba import ROWS, Mamba
+from quire.kernels.cpu.recurrence import LANES
 from quire.kernels.cpu.rows import Activation, Norm
 
 
@@ -69,7 +70,7 @@ def _weights(layer: Any) -> Mamba:
             skip=layer.D.float().contiguous(),
             head_dim=layer.head_dim,
             num_groups=layer.n_groups,
-            size=layer.ssm_state_size,
+            row_size=layer.ssm_state_size,
         )
     return kept
 

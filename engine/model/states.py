@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.engine.kv_cache.memory import KvMemory
-from quire.kernels.cpu.mamba import StatePlaces
+from quire.kernels.cpu.recurrence import StatePlaces
 from quire.kvindex.kv_layout import KvShape
 from quire.settings.setting import SettingError
 

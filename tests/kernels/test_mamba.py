@@ -10,7 +10,7 @@ import torch
 
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.states import States, StateShape, with_states
-from quire.kernels.cpu.mamba import Mamba, mamba
+from quire.kernels.cpu.mamba import Mamba
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -37,7 +37,7 @@ def make_layer(num_taps: int = NUM_TAPS) -> Mamba:
         skip=torch.randn(NUM_HEADS),
         head_dim=HEAD_DIM,
         num_groups=NUM_GROUPS,
-        size=SIZE,
+        row_size=SIZE,
     )
 
 
@@ -70,7 +70,7 @@ class Blocks:
             slot_mapping=torch.zeros(0),
         )
         new, steps = packed[:, :NUM_CHANNELS], packed[:, NUM_CHANNELS:]
-        output = mamba(new, steps, metadata, self.states.places(1), self.layer)
+        output = self.layer.advance(new, steps, metadata, self.states.places(1))
         parts = iter(output.split(lengths))
         return [next(parts) if row in rows else output[:0] for row in range(len(firsts))]
 

@@ -1,0 +1,229 @@
+"""What recurrences of layers on the CPU have in common: states in KV blocks, and a convolution of inputs.
+
+The state after a block's last token stays in the block, and that of a sequence's last token lies in its last
+block. A state has rows of one length. Its last rows are the last inputs of the layer's convolution, which
+like the recurrence itself runs token by token, in float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+
+from quire.kernels.cpu import threads
+from quire.kernels.cpu.intrinsics import exact, exp, fetch_and_increment, keep_apart, pointer
+from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.rows import Activation, activate
+from quire.kernels.metadata import AttentionMetadata
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+LANES = 16
+"""Values of a row that are updated together; a row has a multiple of them."""
+_SILU = int(Activation.SILU)
+
+
+class StatePlaces(NamedTuple):
+    """Where the rows of a layer's states lie in blocks of several frames.
+
+    Attributes:
+        addresses: int64 ``[num_parts]``, the first address of each part of the memory of all states.
+        frames: int64 ``[num_parts]``, for each part, its frame of a block.
+        frame_bytes: distance of a part from the same part of the next frame.
+        rows_per_part: rows in each part.
+        block_size: tokens per block.
+        first_row: the first of the layer's rows.
+    """
+
+    addresses: Array
+    frames: Array
+    frame_bytes: int
+    rows_per_part: int
+    block_size: int
+    first_row: int
+
+
+class Recurrence(Protocol):
+    """The weights of a layer with a state."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a state."""
+
+    @property
+    def row_size(self) -> int:
+        """Float32 numbers in each row."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs for each token."""
+
+    def advance(
+        self, inputs: torch.Tensor, steps: torch.Tensor, metadata: AttentionMetadata, places: StatePlaces
+    ) -> torch.Tensor:
+        """Update the states of a step's sequences, and return the outputs of their new tokens.
+
+        Args:
+            inputs: float32 ``[num_tokens, num_channels]``, the inputs of the convolution.
+            steps: float32 ``[num_tokens, n]``, what decides how much of the state a token replaces.
+            metadata: the step's sequences, with ``block_tables`` for each frame.
+            places: where the states lie.
+
+        Returns:
+            float32 ``[num_tokens, num_outputs]``.
+        """
+
+
+PLACE_FIELDS = (
+    *("tables", "query_starts", "seq_lens", "num_sequences", "table_width"),
+    *("addresses", "frames", "frame_bytes", "rows_per_part", "block_size", "first_row", "row_size"),
+)
+"""The arguments of a kernel with which it finds states; see ``row_at``."""
+_FIELDS = (
+    *("inputs", "mixed", "earlier", "taps", "bias", "num_tokens", "num_channels", "num_taps", "next_task"),
+    *PLACE_FIELDS,
+)
+_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
+
+
+def place_values(metadata: AttentionMetadata, places: StatePlaces, row_size: int) -> tuple[int, ...]:
+    """Return the values of ``PLACE_FIELDS``, which are valid while the arguments exist."""
+    tables = metadata.block_tables
+    sequences = (metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr(), *tables.shape[1:])
+    where = (places.addresses.ctypes.data, places.frames.ctypes.data, *places[2:])
+    return (tables.data_ptr(), *sequences, *where, row_size)
+
+
+def run(kernel: Any, arguments: Array) -> None:
+    """Run a kernel on all threads; it counts its tasks in the argument ``next_task``."""
+    counter = np.zeros(1, np.int64)
+    arguments["next_task"] = counter.ctypes.data
+    threads.run(kernel.address, arguments.ctypes.data, torch.get_num_threads())
+
+
+def num_conv_rows(taps: torch.Tensor, row_size: int) -> int:
+    """Return how many rows of a state the last inputs of a convolution take."""
+    num_taps, num_channels = taps.shape
+    return (num_taps - 1) * -(-num_channels // row_size)
+
+
+def convolve(
+    inputs: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor,
+    metadata: AttentionMetadata,
+    places: StatePlaces,
+    row_size: int,
+) -> torch.Tensor:
+    """Return ``silu(convolution + bias)`` of each channel's last inputs, and keep the inputs in the states.
+
+    Args:
+        inputs: float32 ``[num_tokens, num_channels]``.
+        taps: float32 ``[num_taps, num_channels]``; the last one belongs to the token itself.
+        bias: float32 ``[num_channels]``.
+        metadata: the step's sequences, with ``block_tables`` for each frame.
+        places: where the inputs lie.
+        row_size: numbers in a row of a state.
+    """
+    num_tokens, num_channels = inputs.shape
+    inputs, mixed = inputs.contiguous(), torch.empty((num_tokens, num_channels))
+    earlier = torch.empty((metadata.block_tables.shape[1], len(taps) - 1, num_channels))
+    tensors = (inputs, mixed, earlier, taps, bias)
+    numbers = (num_tokens, num_channels, len(taps), 0, *place_values(metadata, places, row_size))
+    run(_kernel(), np.array([(*(each.data_ptr() for each in tensors), *numbers)], dtype=_ARGUMENTS))
+    return mixed
+
+
+@exact
+def softplus(x: np.float32) -> np.float32:
+    """Return ``log(1 + e**x)``; the series of the logarithm is exact to float32."""
+    u = np.float64(exp(-abs(x)))
+    s = u / (2.0 + u)
+    square = s * s
+    total = 0.0
+    for k in range(10, -1, -1):
+        total = total * square + 1.0 / (2 * k + 1)
+    return np.float32(max(np.float64(x), 0.0) + 2.0 * s * total)
+
+
+@exact
+def new_tokens(args: Any, sequence: int) -> tuple[Any, Any, Any]:
+    """Return the first new token of a sequence in the step, their number, and the first one's position."""
+    starts = carray(pointer(args.query_starts, np.int32), (sequence + 2,))
+    first, num_new = np.int64(starts[sequence]), np.int64(starts[sequence + 1] - starts[sequence])
+    length = np.int64(carray(pointer(args.seq_lens, np.int32), (sequence + 1,))[sequence])
+    return first, num_new, length - num_new
+
+
+@exact
+def row_at(args: Any, sequence: int, position: int, row: int) -> int:
+    """Return the address of a row of the state after the token at a position."""
+    row += args.first_row
+    part = row // args.rows_per_part
+    frames = carray(pointer(args.frames, np.int64), (part + 1,))
+    addresses = carray(pointer(args.addresses, np.int64), (part + 1,))
+    index = (frames[part] * args.num_sequences + sequence) * args.table_width + position // args.block_size
+    frame = np.int64(carray(pointer(args.tables, np.int32), (index + 1,))[index])
+    offset = 4 * args.row_size * (row - part * args.rows_per_part)
+    return int(addresses[part] + frame * args.frame_bytes + offset)
+
+
+@exact
+def _convolve(args: Any, sequence: int, segment: int) -> None:
+    """Mix the inputs of the channels of one row's length, and keep the last ones in the state."""
+    keep_apart()
+    first, num_new, start = new_tokens(args, sequence)
+    low, num_taps = segment * args.row_size, args.num_taps
+    num = min(args.row_size, args.num_channels - low)
+    num_segments = (args.num_channels + args.row_size - 1) // args.row_size
+    shape = (args.num_tokens, args.num_channels)
+    inputs = carray(pointer(args.inputs, np.float32), shape)
+    mixed = carray(pointer(args.mixed, np.float32), shape)
+    taps = carray(pointer(args.taps, np.float32), (num_taps, args.num_channels))
+    bias = carray(pointer(args.bias, np.float32), (args.num_channels,))
+    earlier_shape = (args.num_sequences, num_taps - 1, args.num_channels)
+    earlier = carray(pointer(args.earlier, np.float32), earlier_shape)
+    for j in range(num_taps - 1):
+        if start == 0:
+            earlier[sequence, j, low : low + num] = np.float32(0.0)
+        else:
+            row = row_at(args, sequence, start - 1, segment + j * num_segments)
+            earlier[sequence, j, low : low + num] = carray(pointer(row, np.float32), (num,))
+    for t in range(num_new):
+        for c in range(low, low + num):
+            mixed[first + t, c] = np.float32(0.0)
+        for j in range(num_taps):
+            at = t - (num_taps - 1) + j
+            values = inputs[first + at] if at >= 0 else earlier[sequence, num_taps - 1 + at]
+            for c in range(low, low + num):
+                mixed[first + t, c] += taps[j, c] * values[c]
+        for c in range(low, low + num):
+            mixed[first + t, c] += bias[c]
+        activate(_SILU, args.mixed + 4 * ((first + t) * args.num_channels + low), num, np.float32)
+        if (start + t + 1) % args.block_size == 0 or t == num_new - 1:
+            for j in range(num_taps - 1):
+                at = t - (num_taps - 2) + j
+                values = inputs[first + at] if at >= 0 else earlier[sequence, num_taps - 1 + at]
+                row = row_at(args, sequence, start + t, segment + j * num_segments)
+                carray(pointer(row, np.float32), (num,))[:] = values[low : low + num]
+
+
+@cache
+def _kernel() -> Any:
+    """Compile the function that each thread runs: it takes the next task until none is left."""
+
+    def kernel(arguments: Any) -> None:
+        args = carray(arguments, 1)[0]
+        num_segments = (args.num_channels + args.row_size - 1) // args.row_size
+        while True:
+            task = np.int64(fetch_and_increment(args.next_task))
+            if task >= args.num_sequences * num_segments:
+                break
+            _convolve(args, task // num_segments, task % num_segments)
+
+    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
+    return compile_kernel(signature, kernel, error_model="numpy")
