@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.state_layers import check_layer, convolution_weights, gated_norm
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.mamba import ROWS, Mamba
 from quire.kernels.cpu.recurrence import LANES
-from quire.kernels.cpu.rows import Activation, Norm
+from quire.kernels.cpu.rows import Activation
 
 
 def run_mamba(
@@ -32,39 +33,39 @@ def run_mamba(
     sizes = [layer.intermediate_size, layer.conv_dim, layer.num_heads]
     gate, inputs, steps = projected.float().split(sizes, dim=-1)
     output = attend(inputs, steps, inputs, recurrence=_weights(layer))
-    output = _gated_norm(layer.norm, output, gate, dtype)
+    output = _gated(layer.norm, output, gate, dtype)
     result: torch.Tensor = layer.out_proj(output.to(dtype))
     return result
 
 
-def _gated_norm(
-    norm: torch.nn.Module, output: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Multiply by the gate and normalize each group, or the other way round; all rows alike."""
-    gate = rows.activation(gate, Activation.SILU)
+def _gated(norm: Any, output: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     weight = getattr(norm, "weight", None)
     if weight is None:  # Falcon-H1 may have no norm.
-        return output * gate
-    is_gated_first = not getattr(norm, "norm_before_gate", False)
-    inputs = output * gate if is_gated_first else output
-    group_size = getattr(norm, "group_size", None) or len(weight) // norm.n_groups  # type: ignore[operator]
-    ones = torch.ones(int(group_size))
-    groups = inputs.unflatten(-1, (-1, len(ones)))
-    normed = rows.norm(groups, Norm.RMS, ones, None, float(norm.variance_epsilon)).flatten(-2)  # type: ignore[arg-type]
-    scaled: torch.Tensor = weight * normed.to(dtype)
-    return scaled if is_gated_first else scaled * gate
+        return output * rows.activation(gate, Activation.SILU)
+    return gated_norm(
+        norm,
+        output,
+        gate,
+        dtype,
+        group_size=getattr(norm, "group_size", None) or len(weight) // norm.n_groups,
+        is_gated_first=not getattr(norm, "norm_before_gate", False),
+    )
 
 
 def _weights(layer: Any) -> Mamba:
     """Return the weights of a layer, converted at its first call."""
     kept: Mamba | None = getattr(layer, "recurrence", None)
     if kept is None:
-        _check_variant(layer)
-        num_channels = layer.conv_dim
-        bias = torch.zeros(num_channels) if layer.conv1d.bias is None else layer.conv1d.bias
+        check_layer(layer, layer.ssm_state_size, layer.head_dim, (LANES, ROWS))
+        if tuple(layer.time_step_limit) != (0.0, float("inf")):
+            raise UnsupportedModelError(
+                f"its layers with a state limit their time steps to {tuple(layer.time_step_limit)}, "
+                "which transformers does for prompts and not for further tokens"
+            )
+        taps, bias = convolution_weights(layer)
         kept = layer.recurrence = Mamba(
-            taps=layer.conv1d.weight[:, 0].T.float().contiguous(),
-            conv_bias=bias.float().contiguous(),
+            taps=taps,
+            conv_bias=bias,
             decay=-torch.exp(layer.A_log.double()).float(),
             step_bias=layer.dt_bias.float().contiguous(),
             skip=layer.D.float().contiguous(),
@@ -73,21 +74,3 @@ def _weights(layer: Any) -> Mamba:
             row_size=layer.ssm_state_size,
         )
     return kept
-
-
-def _check_variant(layer: Any) -> None:
-    """Raise UnsupportedModelError for a variant of Mamba 2 that the kernel does not compute."""
-    if layer.conv1d.weight.device.type != "cpu":
-        raise UnsupportedModelError("layers with a state run on the CPU only")
-    if layer.activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"its layers with a state use {layer.activation!r}, and not 'silu'")
-    if tuple(layer.time_step_limit) != (0.0, float("inf")):
-        raise UnsupportedModelError(
-            f"its layers with a state limit their time steps to {tuple(layer.time_step_limit)}, "
-            "which transformers does for prompts and not for further tokens"
-        )
-    if layer.ssm_state_size % LANES or layer.head_dim % ROWS:
-        raise UnsupportedModelError(
-            f"its states have {layer.ssm_state_size} elements for each of {layer.head_dim} inputs of a head: "
-            f"these must be multiples of {LANES} and {ROWS}"
-        )

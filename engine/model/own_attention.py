@@ -19,6 +19,7 @@ from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.convolution_layers import run_short_convolution
 from quire.engine.model.llama4_layers import run_chunked_attention
+from quire.engine.model.delta_layers import run_delta_net
 from quire.engine.model.mamba_layers import run_mamba
 
 Attend = Callable[..., torch.Tensor]
@@ -230,7 +231,11 @@ _REPLACEMENTS = {
     "megatron-bert": _Replacement("MegatronBertSelfAttention", "forward", _bert),
     "mpt": _Replacement("MptAttention", "forward", _mpt, needs_mask=True),
     "mvp": _Replacement("MvpAttention", "forward", _xglm),
+    "olmo_hybrid": _Replacement("OlmoHybridGatedDeltaNet", "forward", run_delta_net),
     "openai-gpt": _Replacement("Attention", "_attn", _gpt),
+    "qwen3_5_moe_text": _Replacement("Qwen3_5MoeGatedDeltaNet", "forward", run_delta_net),
+    "qwen3_5_text": _Replacement("Qwen3_5GatedDeltaNet", "forward", run_delta_net),
+    "qwen3_next": _Replacement("Qwen3NextGatedDeltaNet", "forward", run_delta_net),
     "rembert": _Replacement("RemBertSelfAttention", "forward", _bert),
     "roformer": _Replacement("RoFormerSelfAttention", "forward", _roformer),
     "xglm": _Replacement("XGLMAttention", "forward", _xglm),
@@ -240,5 +245,6 @@ _KINDS: dict[Callable[..., Any], frozenset[str]] = {
     run_short_convolution: frozenset({"conv"}),
     run_mamba: frozenset({"linear_attention", "hybrid"}),
     run_chunked_attention: frozenset({"chunked_attention"}),
+    run_delta_net: frozenset({"linear_attention"}),
 }
 """What transformers calls the layers that a function replaces."""

@@ -61,6 +61,17 @@ _STATES = {
     "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }
+# Each head of keys belongs to two heads of values; a quarter of each head is rotated.
+_DELTA_NETS = {
+    **_GROUPED,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 48,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 48}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
@@ -122,6 +133,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_scale": 0.5,
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA_NETS, **_SHARED_EXPERT, "mlp_only_layers": [1]}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _DELTA_NETS),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_DELTA_NETS, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("OlmoHybridConfig", _DELTA_NETS),
     "gpt2": ("GPT2Config", _COMMON),
     "gpt_neox": ("GPTNeoXConfig", _COMMON),
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
@@ -141,7 +156,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "PhimoeConfig",
         {**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 5},
     ),
-    "qwen2_moe": ("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_GROUPED, **_SHARED_EXPERT}),
     "qwen3_moe": ("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS}),
     "glm4_moe": ("Glm4MoeConfig", {**_GROUPED, **_EXPERTS, **_GROUPS}),
     "deepseek_v3": ("DeepseekV3Config", {**_LATENT, **_EXPERTS, **_GROUPS}),
