@@ -25,7 +25,7 @@ def wait_for_exit(stack: RunningStack) -> None:
 @pytest.mark.parametrize(
     ("copy_answers", "how"), [(False, signal.SIGKILL), (True, signal.SIGKILL), (False, signal.SIGTERM)]
 )
-@pytest.mark.parametrize("architecture", ["lfm2", "bamba"])
+@pytest.mark.parametrize("architecture", ["lfm2", "bamba", "qwen3_next"])
 async def test_an_answer_goes_on_elsewhere(
     architecture: str,
     start_stack: StartStack,

@@ -1,4 +1,4 @@
-"""Layers of Mamba 2 through everything that moves, shares and restores blocks."""
+"""Layers with a state through everything that moves, shares and restores blocks."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ from tests.testing.tiny_engine import (
 from tests.testing.tiny_models import best_tokens, load_reference, make_random_model
 
 TinyModel = Callable[..., Path]
+Load = Callable[[str], LoadedModel]
+each_kind = pytest.mark.parametrize("architecture", ["bamba", "qwen3_next"])
+"""A model with states of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,24 @@ def test_variants_of_falcon(tiny_model: TinyModel, variant: dict[str, Any]) -> N
     check_tokens(tiny_model("falcon_h1", **variant))
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"linear_conv_kernel_dim": 2},
+        {"linear_num_value_heads": 2},
+        {"linear_key_head_dim": 12, "linear_value_head_dim": 16},
+        {"linear_key_head_dim": 128, "linear_value_head_dim": 64},
+    ],
+)
+def test_other_sizes_of_delta_nets(tiny_model: TinyModel, sizes: dict[str, Any]) -> None:
+    check_tokens(tiny_model("qwen3_next", **sizes))
+
+
+@pytest.mark.parametrize("variant", [{"linear_allow_neg_eigval": False}, {"rope_parameters": None}])
+def test_variants_of_olmo(tiny_model: TinyModel, variant: dict[str, Any]) -> None:
+    check_tokens(tiny_model("olmo_hybrid", **variant))
+
+
 def check_tokens(folder: Path) -> None:
     engine = make_engine(load_model(str(folder), "float32", CPU), max_num_seqs=8, max_num_batched_tokens=20)
     prompt = make_prompt(70)
@@ -82,12 +103,15 @@ def check_tokens(folder: Path) -> None:
     assert tokens == best_tokens(load_reference(folder), prompt, tokens)
 
 
+@each_kind
 @pytest.mark.parametrize(
     ("num_equal", "num_cached"), [(16, 16), (17, 16), (31, 16), (48, 48), (63, 48), (64, 64)]
 )
-def test_a_prefix_hit_gives_the_same_bits(bamba: LoadedModel, num_equal: int, num_cached: int) -> None:
+def test_a_prefix_hit_gives_the_same_bits(
+    architecture: str, load: Load, num_equal: int, num_cached: int
+) -> None:
     """It ends at a block, since a block that matches in part has no state of the tokens that match."""
-    assert check_prefix_hit(bamba, num_equal) == num_cached
+    assert check_prefix_hit(load(architecture), num_equal) == num_cached
 
 
 def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
@@ -110,9 +134,12 @@ def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_swapped", [True, False])
-@pytest.mark.parametrize("seed", [0, 2, 3])
-def test_random_schedules(bamba: LoadedModel, seed: int, is_swapped: bool) -> None:
-    check_random_schedule(bamba, seed, is_swapped=is_swapped)
+@pytest.mark.parametrize(
+    ("architecture", "seed"),
+    [("bamba", 0), ("bamba", 2), ("bamba", 3), ("qwen3_next", 0), ("olmo_hybrid", 3)],
+)
+def test_random_schedules(architecture: str, load: Load, seed: int, is_swapped: bool) -> None:
+    check_random_schedule(load(architecture), seed, is_swapped=is_swapped)
 
 
 def test_granite_without_states(tmp_path: Path) -> None:
@@ -141,16 +168,20 @@ def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyMo
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("architecture", "values", "reason"),
     [
-        ({"time_step_limit": (0.1, 0.5)}, "limit their time steps"),
-        ({"hidden_act": "gelu"}, "and not 'silu'"),
-        ({"mamba_d_state": 24}, "multiples of 16 and 4"),
+        ("bamba", {"time_step_limit": (0.1, 0.5)}, "limit their time steps"),
+        ("bamba", {"hidden_act": "gelu"}, "and not 'silu'"),
+        ("bamba", {"mamba_d_state": 24}, "multiples of 16 and 4"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "and not 'silu'"),
+        ("qwen3_next", {"linear_value_head_dim": 24}, "multiples of 16 and 4"),
     ],
 )
-def test_variants_that_are_refused(tiny_model: TinyModel, values: dict[str, Any], reason: str) -> None:
+def test_variants_that_are_refused(
+    architecture: str, tiny_model: TinyModel, values: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        load_model(str(tiny_model("bamba", **values)), "float32", CPU)
+        load_model(str(tiny_model(architecture, **values)), "float32", CPU)
 
 
 def test_a_pool_too_small_for_the_states_of_a_step_is_refused(bamba: LoadedModel) -> None:
@@ -167,9 +198,10 @@ def test_blocks_too_small_for_a_row_of_a_state_are_refused() -> None:
         with_states(KvShape(1, 1, 1, 16, "float32"), StateShape(1, 4, 64))
 
 
-def test_bfloat16(tiny_model: TinyModel) -> None:
+@each_kind
+def test_bfloat16(architecture: str, tiny_model: TinyModel) -> None:
     """States are float32 whatever the dtype: chunks and single tokens give the same tokens."""
-    model = load_model(str(tiny_model("bamba")), "bfloat16", CPU)
+    model = load_model(str(tiny_model(architecture)), "bfloat16", CPU)
     assert model.dtype == torch.bfloat16
     prompt = make_prompt(90)
     params = {"temperature": 0.0, "num_logprobs": 3}
