@@ -164,6 +164,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
     "mimo_v2_flash": {"v_head_dim": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    "nemotron_h": {
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "phi4_multimodal": {
         "vision_config": _VISION,
         "audio_config": {

@@ -14,6 +14,12 @@ from quire.kernels.cpu.mamba import ROWS, Mamba
 from quire.kernels.cpu.recurrence import LANES
 from quire.kernels.cpu.rows import Activation
 
+_SHORT_STEP = 1e-3
+"""To this, transformers lengthens the shorter time steps of Nemotron-H's prompts, and not those of further tokens.
+
+Here they stay as they are, since a state must not depend on which tokens belong to the prompt.
+"""
+
 
 def run_mamba(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
@@ -57,7 +63,8 @@ def _weights(layer: Any) -> Mamba:
     kept: Mamba | None = getattr(layer, "recurrence", None)
     if kept is None:
         check_layer(layer, layer.ssm_state_size, layer.head_dim, (LANES, ROWS))
-        if tuple(layer.time_step_limit) != (0.0, float("inf")):
+        shortest, longest = layer.time_step_limit
+        if shortest > _SHORT_STEP or longest != float("inf"):
             raise UnsupportedModelError(
                 f"its layers with a state limit their time steps to {tuple(layer.time_step_limit)}, "
                 "which transformers does for prompts and not for further tokens"

@@ -231,6 +231,7 @@ _REPLACEMENTS = {
     "megatron-bert": _Replacement("MegatronBertSelfAttention", "forward", _bert),
     "mpt": _Replacement("MptAttention", "forward", _mpt, needs_mask=True),
     "mvp": _Replacement("MvpAttention", "forward", _xglm),
+    "nemotron_h": _Replacement("NemotronHMamba2Mixer", "forward", run_mamba),
     "olmo_hybrid": _Replacement("OlmoHybridGatedDeltaNet", "forward", run_delta_net),
     "openai-gpt": _Replacement("Attention", "_attn", _gpt),
     "qwen3_5_moe_text": _Replacement("Qwen3_5MoeGatedDeltaNet", "forward", run_delta_net),

@@ -353,7 +353,7 @@ def check_supported(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: encoder-decoder models are not supported")
     paged = {"full_attention", "sliding_attention", *own_attention.kinds_of_layers(config)}
-    kinds = set(getattr(config, "layer_types", None) or ()) - paged
+    kinds = set(getattr(config, "layer_types", None) or ()) - paged - {"mlp", "moe"}
     if kinds:
         raise UnsupportedModelError(f"{name}: layers of type {sorted(kinds)} keep no paged KV cache")
 
