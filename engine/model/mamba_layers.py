@@ -15,7 +15,7 @@ from quire.kernels.cpu.recurrence import LANES
 from quire.kernels.cpu.rows import Activation
 
 _SHORT_STEP = 1e-3
-"""To this, transformers lengthens the shorter time steps of Nemotron-H's prompts, and not those of further tokens.
+"""To this, transformers lengthens time steps of Nemotron-H's prompts, and not those of further tokens.
 
 Here they stay as they are, since a state must not depend on which tokens belong to the prompt.
 """

@@ -173,43 +173,54 @@ def row_at(args: Any, sequence: int, position: int, row: int) -> int:
 
 
 @exact
+def _inputs_at(args: Any, sequence: int, token: int, first: int, channel: int) -> int:
+    """Return the address of a channel's input; tokens below 0 are the last ones before the step."""
+    if token >= 0:
+        return int(args.inputs + 4 * ((first + token) * args.num_channels + channel))
+    row = (sequence + 1) * (args.num_taps - 1) + token
+    return int(args.earlier + 4 * (row * args.num_channels + channel))
+
+
+@exact
+def _copy(source: int, target: int, num: int) -> None:
+    keep_apart()
+    carray(pointer(target, np.float32), (num,))[:] = carray(pointer(source, np.float32), (num,))
+
+
+@exact
+def _add_product(target: int, left: int, right: int, num: int) -> None:
+    keep_apart()
+    sums = carray(pointer(target, np.float32), (num,))
+    x, y = carray(pointer(left, np.float32), (num,)), carray(pointer(right, np.float32), (num,))
+    for i in range(num):
+        sums[i] += x[i] * y[i]
+
+
+@exact
 def _convolve(args: Any, sequence: int, segment: int) -> None:
     """Mix the inputs of the channels of one row's length, and keep the last ones in the state."""
     keep_apart()
     first, num_new, start = new_tokens(args, sequence)
-    low, num_taps = segment * args.row_size, args.num_taps
+    low, num_earlier = segment * args.row_size, args.num_taps - 1
     num = min(args.row_size, args.num_channels - low)
     num_segments = (args.num_channels + args.row_size - 1) // args.row_size
-    shape = (args.num_tokens, args.num_channels)
-    inputs = carray(pointer(args.inputs, np.float32), shape)
-    mixed = carray(pointer(args.mixed, np.float32), shape)
-    taps = carray(pointer(args.taps, np.float32), (num_taps, args.num_channels))
-    bias = carray(pointer(args.bias, np.float32), (args.num_channels,))
-    earlier_shape = (args.num_sequences, num_taps - 1, args.num_channels)
-    earlier = carray(pointer(args.earlier, np.float32), earlier_shape)
-    for j in range(num_taps - 1):
+    for j in range(num_earlier):
+        target = _inputs_at(args, sequence, j - num_earlier, first, low)
         if start == 0:
-            earlier[sequence, j, low : low + num] = np.float32(0.0)
+            carray(pointer(target, np.float32), (num,))[:] = np.float32(0.0)
         else:
-            row = row_at(args, sequence, start - 1, segment + j * num_segments)
-            earlier[sequence, j, low : low + num] = carray(pointer(row, np.float32), (num,))
+            _copy(row_at(args, sequence, start - 1, segment + j * num_segments), target, num)
     for t in range(num_new):
-        for c in range(low, low + num):
-            mixed[first + t, c] = np.float32(0.0)
-        for j in range(num_taps):
-            at = t - (num_taps - 1) + j
-            values = inputs[first + at] if at >= 0 else earlier[sequence, num_taps - 1 + at]
-            for c in range(low, low + num):
-                mixed[first + t, c] += taps[j, c] * values[c]
-        for c in range(low, low + num):
-            mixed[first + t, c] += bias[c]
-        activate(_SILU, args.mixed + 4 * ((first + t) * args.num_channels + low), num, np.float32)
+        mixed = args.mixed + 4 * ((first + t) * args.num_channels + low)
+        _copy(args.bias + 4 * low, mixed, num)
+        for j in range(args.num_taps):
+            taps = args.taps + 4 * (j * args.num_channels + low)
+            _add_product(mixed, taps, _inputs_at(args, sequence, t - num_earlier + j, first, low), num)
+        activate(_SILU, mixed, num, np.float32)
         if (start + t + 1) % args.block_size == 0 or t == num_new - 1:
-            for j in range(num_taps - 1):
-                at = t - (num_taps - 2) + j
-                values = inputs[first + at] if at >= 0 else earlier[sequence, num_taps - 1 + at]
-                row = row_at(args, sequence, start + t, segment + j * num_segments)
-                carray(pointer(row, np.float32), (num,))[:] = values[low : low + num]
+            for j in range(num_earlier):
+                target = row_at(args, sequence, start + t, segment + j * num_segments)
+                _copy(_inputs_at(args, sequence, t + 1 - num_earlier + j, first, low), target, num)
 
 
 @cache

@@ -78,7 +78,7 @@ async def test_prompts_longer_than_the_pools(
 ) -> None:
     """The pools have whole blocks for 352 or 224 tokens; prompt and answer have 432, and there are tiers."""
     settings = {
-        "num_blocks": 14 if architecture == "gemma3" else 22,
+        "num_blocks": 14 if architecture in ("gemma3", "qwen3_next") else 22,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "host_cache_bytes": 40 * 7 * LAYER_BYTES,
