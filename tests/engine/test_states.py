@@ -103,6 +103,33 @@ def check_tokens(folder: Path) -> None:
     assert tokens == best_tokens(load_reference(folder), prompt, tokens)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("bamba", {}),
+        ("nemotron_h", {"time_step_min": 1e-9}),
+        *((each, {}) for each in ("qwen3_next", "qwen3_5_text", "olmo_hybrid")),
+    ],
+)
+def test_logprobs_are_near_those_of_transformers(
+    architecture: str, values: dict[str, Any], tiny_model: TinyModel
+) -> None:
+    """transformers computes prompts in chunks, so its own bits depend on how a prompt is split."""
+    folder = tiny_model(architecture, **values)
+    model = load_model(str(folder), "float32", CPU)
+    engine = make_engine(model, max_num_seqs=4, max_num_batched_tokens=20)
+    prompt = make_prompt(70)
+    found = logprobs_of(engine, make_request("r", prompt, temperature=0.0, num_logprobs=5, max_tokens=40))
+    tokens = torch.tensor([prompt + [each.token_id for each in found]])
+    with torch.inference_mode():
+        logits = load_reference(folder)(tokens).logits[0, len(prompt) - 1 : -1]
+    expected, limit = logits.log_softmax(-1), 1e-4 * float(logits.abs().max())
+    for of_token, row in zip(found, expected, strict=True):
+        assert of_token.logprobs is not None
+        for token, logprob in of_token.logprobs.top:
+            assert abs(logprob - float(row[token])) < limit
+
+
 @each_kind
 @pytest.mark.parametrize(
     ("num_equal", "num_cached"), [(16, 16), (17, 16), (31, 16), (48, 48), (63, 48), (64, 64)]
@@ -173,6 +200,7 @@ def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyMo
         ("bamba", {"time_step_limit": (0.1, 0.5)}, "limit their time steps"),
         ("bamba", {"hidden_act": "gelu"}, "and not 'silu'"),
         ("bamba", {"mamba_d_state": 24}, "multiples of 16 and 4"),
+        ("nemotron_h", {"time_step_min": 0.01}, "limit their time steps"),
         ("qwen3_next", {"hidden_act": "gelu"}, "and not 'silu'"),
         ("qwen3_next", {"linear_value_head_dim": 24}, "multiples of 16 and 4"),
     ],
