@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.convolution_layers import run_short_convolution
-from quire.engine.model.llama4_layers import run_chunked_attention
 from quire.engine.model.delta_layers import run_delta_net
+from quire.engine.model.llama4_layers import run_chunked_attention
 from quire.engine.model.mamba_layers import run_mamba
 
 Attend = Callable[..., torch.Tensor]

@@ -119,7 +119,7 @@ def test_logprobs_are_near_those_of_transformers(
     model = load_model(str(folder), "float32", CPU)
     engine = make_engine(model, max_num_seqs=4, max_num_batched_tokens=20)
     prompt = make_prompt(70)
-    found = logprobs_of(engine, make_request("r", prompt, temperature=0.0, num_logprobs=5, max_tokens=40))
+    found = generated(engine, make_request("r", prompt, temperature=0.0, num_logprobs=5, max_tokens=40))
     tokens = torch.tensor([prompt + [each.token_id for each in found]])
     with torch.inference_mode():
         logits = load_reference(folder)(tokens).logits[0, len(prompt) - 1 : -1]
