@@ -51,6 +51,11 @@ class WeightsFile:
         """Whether the weights are written and sealed, so that no process can change them."""
         return bool(fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that is written so far, in bytes."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
     @contextmanager
     def locked(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         """Lock the file; the lock ends with its process.

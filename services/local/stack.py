@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quire.engine.runner.processors import read_cores, share_of_quota
+from quire.engine.weights.weights_file import WeightsFile
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.redis_index import redis_version
 from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
@@ -47,6 +48,7 @@ from quire.services.local.router_processes import (
     run_router_process,
     shared_ports,
 )
+from quire.services.local.weights_column import WeightsColumn
 from quire.services.requests.served_model import check_text_files
 from quire.services.router.app import RouterAddresses
 from quire.services.server.log import configure_logging
@@ -216,7 +218,8 @@ def local_stack(
         launcher.start(worker_configs(config, running.make_worker))
         # Start the progress bar only now: its thread would receive the signals that are blocked while
         # processes start.
-        with _progress(console) as progress:
+        files = launcher.weights_files.values() if isinstance(launcher, LocalLauncher) else ()
+        with _progress(console, files) as progress:
             _wait_until_started(running, progress)
         for addresses in running.addresses.values():
             _wait_until_joined(addresses.admin, len(launcher.names))
@@ -327,13 +330,14 @@ def _drain(stack: RunningStack, name: str) -> None:
 # --- output on the terminal ---------------------------------------------------------------------------------
 
 
-def _progress(console: Console | None) -> Progress:
+def _progress(console: Console | None, files: Collection[WeightsFile]) -> Progress:
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[waiting]}"),
+        WeightsColumn(files),
         console=console or Console(stderr=True, quiet=True),
         transient=True,
     )
