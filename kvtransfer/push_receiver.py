@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Protocol
@@ -87,6 +88,9 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
             self._metrics.record_failure("push", SenderGoneError.reason)
             raise
         except Exception as error:
+            # gRPC and this frame form cycles with the error. The frames of its traceback must not hold blocks
+            # in the sender's memory until the garbage collector finds them.
+            traceback.clear_frames(error.__traceback__)
             failure = _as_transfer_error(error)
             self._metrics.record_failure("push", failure.reason)
             refused = pb.PushRefused(status_code=failure.code.value[0], message=str(failure))

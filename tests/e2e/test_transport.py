@@ -132,3 +132,9 @@ async def test_blocks_that_change_after_they_were_first_sent_are_computed_again(
             assert num_changed
             assert await answer() == 1
             assert await answer() == 1
+            # Nothing that remembers the refused blocks may keep the memory of a worker that has ended.
+            assert len(pool_mappings(stack, "decode-0")) == 2
+            stack.workers["prefill-0"].process.kill()
+            await until(lambda: len(pool_mappings(stack, "decode-0")) == 1)
+            other = make_prompt(80)
+            assert list((await client.generate(other, **GREEDY)).token_ids) == expected("llama", other)
