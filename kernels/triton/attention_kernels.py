@@ -178,7 +178,8 @@ def _normalize(peak, total, output, sinks):
         decay = tl.exp2(peak - top)
         total = total * decay + tl.exp2(sink - top)
         output *= decay[:, None]
-    return output / total[:, None]
+    # Rows behind the last token, whose outputs are not stored, may have seen no key.
+    return output / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit

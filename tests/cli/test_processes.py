@@ -367,7 +367,7 @@ def test_a_stack_reports_that_it_waits_for_redis() -> None:
             "decode",
             "error: cannot load the model {folder}: {folder}/model.safetensors is not a whole",
         ),
-        ("tokenizer.json", "serve", "quire serve: router did not start: cannot load the files of {folder}: "),
+        ("tokenizer.json", "serve", "quire serve: cannot load the files of {folder}: "),
     ],
 )
 def test_a_model_with_a_damaged_file_ends_the_command_with_one_sentence(

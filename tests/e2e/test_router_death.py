@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,43 +148,41 @@ def summary(deltas: list[Delta]) -> list[Any]:
     ]
 
 
-async def test_answers_of_all_kinds_survive_their_router(
-    routers: list[RouterProcess], stack: RunningStack
+async def killed_stream(
+    routers: list[RouterProcess], prompt: list[int], kill_after: int, **options: Any
+) -> list[Delta]:
+    """Kill the router that serves the stream after some of its messages."""
+    deltas: list[Delta] = []
+    # Calls begin at each router in turn: the first is the first in the list.
+    async with (
+        AsyncClient([router.address for router in routers], timeout=60) as client,
+        aclosing(client.stream(prompt, **options)) as stream,
+    ):
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == kill_after:
+                routers[0].kill()
+    return deltas
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_answer_survives_its_router(
+    routers: list[RouterProcess], stack: RunningStack, kind: str
 ) -> None:
-    """It is killed after the first messages of the shortest answer, the JSON."""
-    prompt, addresses = make_prompt(PROMPT_LENGTH), [router.address for router in routers]
-    asked: dict[str, dict[str, Any]] = {
-        kind: {
-            "max_tokens": 400,
-            "request_id": kind.replace(" ", "-"),
-            "ignore_eos": kind != "json",
-            **options,
-        }
-        for kind, options in KINDS.items()
-    }
-    broken: dict[str, list[Delta]] = {kind: [] for kind in KINDS}
-
-    async def read(kind: str, kill_after: int | None = None) -> None:
-        # Calls begin at each router in turn: the first is the first in the list.
-        async with AsyncClient(addresses, timeout=60) as client:
-            async for delta in client.stream(prompt, **asked[kind]):
-                broken[kind].append(delta)
-                if len(broken[kind]) == kill_after:
-                    routers[0].kill()
-
-    async with AsyncClient(addresses[1], timeout=60) as client:
-        streams = {kind: client.stream(prompt, **options) for kind, options in asked.items()}
-        undisturbed = {kind: [delta async for delta in stream] for kind, stream in streams.items()}
-    reading = [asyncio.create_task(read(kind)) for kind in KINDS if kind != "json"]
-    await until(lambda: all(deltas for kind, deltas in broken.items() if kind != "json"))
-    await asyncio.gather(read("json", kill_after=8), *reading)
-    for kind, deltas in broken.items():
-        (usage,) = [delta.usage for delta in deltas if delta.usage]
-        assert usage.retries >= 1, kind
-        if kind == "own seed":
-            assert len([token for delta in deltas for token in delta.token_ids]) == 400
-        else:
-            assert summary(deltas) == summary(undisturbed[kind]), kind
+    prompt = make_prompt(PROMPT_LENGTH)
+    options = {"max_tokens": 400, "request_id": "same", **KINDS[kind]}
+    if kind != "json":
+        options["ignore_eos"] = True
+    if kind == "own seed":
+        deltas = await killed_stream(routers, prompt, 8, **options)
+        assert len([token for delta in deltas for token in delta.token_ids]) == 400
+        return
+    async with AsyncClient(routers[1].address, timeout=60) as client:
+        undisturbed = [delta async for delta in client.stream(prompt, **options)]
+    broken = await killed_stream(routers, prompt, 8, **options)
+    assert summary(broken) == summary(undisturbed)
+    (usage,) = [delta.usage for delta in broken if delta.usage]
+    assert usage.retries >= 1
     async with connect(stack) as (_, workers):
         await wait_until_idle(workers)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.model import arithmetic
 from quire.engine.model.arithmetic import SUMS, Sums, arithmetic_name, choose_sums
-from quire.engine.weights import loader
+from quire.engine.weights import loader, whole_model
 from tests.engine.other_processor import results
 
 Pins = dict[tuple[str, str, str], str]
@@ -69,7 +69,8 @@ def test_kernels_compute_the_bits_of_their_name(
     weight_dtype: str,
 ) -> None:
     """Processors without the instructions of a name compute its bits in another way."""
-    monkeypatch.setattr(loader, "choose_sums", lambda *_: sums)
+    for module in (loader, whole_model):
+        monkeypatch.setattr(module, "choose_sums", lambda *_: sums)
     case = architecture, dtype, weight_dtype
     pin(tiny_model(architecture), tmp_path)
     answers = results(tmp_path, dtype, weight_dtype)

@@ -13,7 +13,7 @@ import torch
 from quire.engine.model.arithmetic import SUMS
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
-from quire.engine.weights import loader
+from quire.engine.weights import loader, whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.cpu.linear import TiledWeight
 from tests.testing.tiny_engine import make_engine, make_request
@@ -61,7 +61,8 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, num_others: int = 0
 @pytest.fixture
 def amx_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models of bfloat16 be loaded with the order of sums of AMX."""
-    monkeypatch.setattr(loader, "choose_sums", lambda *_: SUMS[0])
+    for module in (loader, whole_model):
+        monkeypatch.setattr(module, "choose_sums", lambda *_: SUMS[0])
 
 
 @pytest.mark.usefixtures("amx_order")

@@ -28,7 +28,7 @@ def test_a_process_that_cannot_be_started_leaks_no_descriptor(monkeypatch: pytes
 
 
 INTERRUPTED_WAIT = """
-import os, signal
+import os, signal, threading
 from multiprocessing import forkserver
 from quire.services.local.child_processes import fork_server, wait_for_imports
 
@@ -42,6 +42,10 @@ try:
     wait_for_imports(fork_server([]))
 except KeyboardInterrupt:
     print("interrupted")
+# The stack waits for its other processes; meanwhile this one is started.
+for thread in threading.enumerate():
+    if thread is not threading.main_thread():
+        thread.join()
 """
 
 
