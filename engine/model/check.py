@@ -137,8 +137,9 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         problem = mask_problem(windows, functions, _types_of_calls(seen, config), num_positions)
     if problem is not None:
         raise UnsupportedModelError(f"{problem}: paged attention would see other tokens")
-    if all(call.is_chunked for call in calls):
-        raise UnsupportedModelError("all its layers attend within chunks; one at least must see all tokens")
+    # Freed blocks are left out of tables if no layer sees them, and chunks depend on what is left out.
+    if any(call.is_chunked for call in calls) and all(call.window is not None for call in calls):
+        raise UnsupportedModelError("layers attend within chunks, and none sees all tokens")
     sizes = {(each.key[1], shape[3]) for each in seen for shape in (each.key, each.value)}
     num_kv_heads = max(heads for heads, _ in sizes)
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)

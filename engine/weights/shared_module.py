@@ -154,7 +154,7 @@ class _FileMemory:
         library = ctypes.CDLL(None, use_errno=True)
         library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         library.mmap.restype = ctypes.c_void_p
-        # Whoever opens a file for writing may later write to its mapping, so this opens it for reading.
+        # A mapping of a file that was opened for writing could be made writable again later.
         readable = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)
         try:
             for start, mapping in self._mappings:

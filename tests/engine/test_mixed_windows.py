@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from quire.engine.engine import Engine
 from quire.engine.errors import RequestTooLongError
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.window_pool import WindowPool
+from quire.engine.model.check import UnsupportedModelError
 from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.weights.loader import LoadedModel
+from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.block_hash import block_hash
 from tests.testing import windows
-from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, output
+from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output
 from tests.testing.tiny_engine import make_request as make_any_request
+from tests.testing.tiny_models import make_random_model
 from tests.testing.windows import NUM_NEW, CheckGreedy, finish, make_request
 
 MIXED = ["gemma2", "gemma3", "gpt_oss", "lfm2", "lfm3", "llama4"]
@@ -177,3 +180,10 @@ def test_a_hit_rate_falls_smoothly(load: Load) -> None:
         hits.append(num_found)
     assert hits[0] > hits[2] > 0
     assert hits[0] >= hits[1] >= hits[2]
+
+
+def test_chunks_need_a_layer_that_sees_all_tokens(tmp_path: Path) -> None:
+    """Otherwise freed blocks are left out of tables, and positions would not tell where a chunk begins."""
+    folder = make_random_model("llama4", tmp_path, no_rope_layers=[1, 1, 1])
+    with pytest.raises(UnsupportedModelError, match="none sees all tokens"):
+        load_model(str(folder), "float32", CPU)
