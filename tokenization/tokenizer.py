@@ -229,7 +229,8 @@ class IncrementalDecoder:
         if not new or _REPLACEMENT in new or not text.startswith(self._shown):
             return "".join(map(self.step, token_ids))
         self._window = window
-        self._keep(num_waiting)
+        # One id suffices unless it is the end of a character.
+        self._keep(num_waiting if _REPLACEMENT in tokenizer.text_of(window[-1]) else 1)
         self._num_waiting = 0
         return new
 
