@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -136,6 +137,10 @@ async def run_router(
 
 async def _announce(running: RunningRouter, on_ready: Callable[[RunningRouter], None] | None) -> None:
     await running.has_served.wait()
+    # Libraries and the model's files live as long as the process. Unless they are frozen, the garbage
+    # collector sometimes visits all of them, which stops every stream for 40 ms.
+    gc.collect()
+    gc.freeze()
     _log.info("router_ready", address=running.address)
     if on_ready is not None:
         on_ready(running)
