@@ -82,6 +82,8 @@ class MemorySink:
     """A receiver that repeatedly copies blocks into the same window of memory."""
 
     epoch = EPOCH
+    first_block = 0
+    num_held_blocks = 0
 
     def __init__(self, kv_layout: KvLayout) -> None:
         self.layout = kv_layout

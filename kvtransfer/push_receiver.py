@@ -26,7 +26,15 @@ WINDOW_BYTES = 64 << 20
 
 
 class Reservation(Protocol):
-    """Blocks that one push may fill."""
+    """Blocks that one push may fill.
+
+    Attributes:
+        first_block: index of the first of them; the receiver has the blocks before it.
+        num_held_blocks: number of those that it keeps for the sequence.
+    """
+
+    first_block: int
+    num_held_blocks: int
 
     def write(self, frame: Frame) -> None:
         """Write a block and let the frame check the copy; called in a thread.
@@ -51,7 +59,7 @@ class BlockSink(Protocol):
     epoch: str
 
     async def open(self, request: pb.PushOpen) -> Reservation:
-        """Wait until all blocks of the push can be allocated; return a reservation for them.
+        """Wait until the sequence is accepted and all blocks of the push are allocated; return them.
 
         Raises:
             TransferError: the ticket is unknown, used, or of another attempt.
@@ -105,11 +113,16 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         intake = await self._transports.choose(opening.shared_pool)
         reservation = await self._sink.open(opening)
         try:
-            window = CreditWindow(opening.first_block, opening.num_blocks, self._window_blocks)
+            first_block = reservation.first_block
+            window = CreditWindow(first_block, opening.num_blocks, self._window_blocks)
+            has_begun = False
             while True:
-                if credit := window.grant():
-                    granted = pb.PushCredit(num_blocks=credit, transport=intake.transport.on_wire)
+                if (credit := window.grant()) or not has_begun:
+                    granted = pb.PushCredit(
+                        num_blocks=credit, transport=intake.transport.on_wire, first_block=first_block
+                    )
                     yield pb.PushResponse(credit=granted)
+                    has_begun = True
                 request = await _next(requests)
                 if request.WhichOneof("message") == "commit":
                     break
@@ -126,8 +139,10 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         except BaseException as error:
             reservation.abort(str(_as_transfer_error(error)))
             raise
-        num_received = opening.num_blocks - opening.first_block
-        yield pb.PushResponse(committed=pb.PushCommitted(num_blocks=num_received))
+        committed = pb.PushCommitted(
+            num_blocks=opening.num_blocks - first_block, num_held_blocks=reservation.num_held_blocks
+        )
+        yield pb.PushResponse(committed=committed)
 
     async def _accept(self, requests: AsyncIterator[pb.PushRequest]) -> pb.PushOpen:
         request = await _next(requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
-from itertools import chain, islice
+from itertools import islice
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -31,6 +31,7 @@ class PushSummary(NamedTuple):
     """How much a push moved, and how it spent its time.
 
     Attributes:
+        num_held_blocks: number of blocks that the receiver already had and keeps for the sequence.
         num_saved_bytes: bytes of the blocks that the receiver already had, and that were not sent.
         seconds: time from open to the receiver's acknowledgement.
         credit_wait_seconds: the part of that time in which blocks were ready but there was no credit.
@@ -39,6 +40,7 @@ class PushSummary(NamedTuple):
 
     num_blocks: int
     num_bytes: int
+    num_held_blocks: int
     num_saved_bytes: int
     seconds: float
     credit_wait_seconds: float
@@ -58,13 +60,14 @@ class BlockPush:
     ::
 
         async with BlockPush(channels, ticket, ...) as push:
+            first_block = await push.opened()    # returns when the receiver has accepted the sequence
             await push.send([frame, frame])      # returns when the blocks are on their way
             summary = await push.commit(token)   # returns when the receiver has checked and admitted them
 
     On the wire::
 
-        open ───────────────────► allocate all blocks
-             ◄─────────────────── credit: how many blocks, in messages or out of the sender's pool
+        open ───────────────────► wait until the sequence is accepted; allocate all blocks
+             ◄─────────────────── credit: from which block, how many, in messages or out of the sender's pool
         frames ─────────────────► check and write each block; more credit
         commit: first token ────► admit the sequence
              ◄─────────────────── committed, or refused at any time
@@ -94,7 +97,6 @@ class BlockPush:
             sequence_id=sequence_id,
             attempt=attempt,
             layout=layout_to_proto(blocks.layout),
-            first_block=ticket.first_block,
             num_blocks=blocks.number,
             shared_pool=transports.offer,
         )
@@ -102,7 +104,7 @@ class BlockPush:
         self._refused: pb.PushRefused | None = None
         self._unproven: grpc.aio.AioRpcError | None = None
         self._checked = asyncio.Event()
-        self._num_left = blocks.number - ticket.first_block
+        self._first_block = self._num_left = 0
         self._num_sent = self._num_bytes = 0
         self._credit = 0
         self._credit_wait_seconds = 0.0
@@ -126,6 +128,17 @@ class BlockPush:
         await asyncio.gather(self._reading, self._writing, return_exceptions=True)
         self._in_use.close()
 
+    async def opened(self) -> int:
+        """Wait until the receiver has accepted the sequence; return the index of the first block to send.
+
+        Raises:
+            PushFailedError: the receiver refused, vanished or ran out of time.
+        """
+        if self._transport is None:
+            self._first_block = await self._next_credit()
+            self._num_left = self._open.num_blocks - self._first_block
+        return self._first_block
+
     async def send(self, blocks: Iterable[Frame]) -> None:
         """Send blocks in order, within the credit; return when the last message is on its way.
 
@@ -137,8 +150,9 @@ class BlockPush:
             NotSharedError: the receiver chose a transport that is not allowed here.
             PushFailedError: the receiver refused, vanished or ran out of time.
         """
-        pending = await self._settled(self._counted(blocks))
-        transport = self._transport or Transport.MESSAGES
+        await self.opened()
+        assert self._transport is not None, "the first credit says how the receiver takes blocks"
+        pending, transport = self._counted(blocks), self._transport
         while True:
             limit = frames.blocks_per_message(self._block_bytes, transport)
             count = min(limit, max(1, self._credit))
@@ -150,7 +164,8 @@ class BlockPush:
                 return
             if num_blocks > self._num_left:
                 raise ProtocolError(f"more blocks than the {self._open.num_blocks} of the push")
-            await self._wait_for_credit()
+            while not self._credit:
+                await self._next_credit()
             await self._writing
             self._writing = self._start_write(message)
             self._credit -= num_blocks
@@ -163,19 +178,6 @@ class BlockPush:
             self._num_bytes += len(block.payload)
             yield block
 
-    async def _settled(self, blocks: Iterator[Frame]) -> Iterator[Frame]:
-        """Wait until it is known whether the receiver copies from this worker's pool; return the blocks.
-
-        The first credit says so. Without a shared pool there is no need to wait.
-        """
-        if self._transport is not None or not self._open.shared_pool.epoch or not self._num_left:
-            return blocks
-        first = await asyncio.to_thread(next, blocks, None)
-        if first is None:
-            return iter(())
-        await self._wait_for_credit()
-        return chain([first], blocks)
-
     async def commit(self, first_token_id: int | None) -> PushSummary:
         """End the push and wait until the receiver has admitted the sequence.
 
@@ -184,14 +186,15 @@ class BlockPush:
         """
         await self._writing
         await self._write(pb.PushRequest(commit=pb.PushCommit(first_token_id=first_token_id)))
-        while (await self._response()).WhichOneof("message") != "committed":
+        while (response := await self._response()).WhichOneof("message") != "committed":
             pass
         # Let the receiver end the call, since it would count a cancellation as an error.
         await self._reading
         return PushSummary(
             num_blocks=self._num_sent,
             num_bytes=self._num_bytes,
-            num_saved_bytes=self._open.first_block * self._block_bytes,
+            num_held_blocks=response.committed.num_held_blocks,
+            num_saved_bytes=self._first_block * self._block_bytes,
             seconds=perf_counter() - self._start,
             credit_wait_seconds=self._credit_wait_seconds,
             transport=self._transport or Transport.MESSAGES,
@@ -203,13 +206,14 @@ class BlockPush:
         waiting = perf_counter() - self._waiting_since if self._waiting_since is not None else 0.0
         return self._credit_wait_seconds + waiting
 
-    async def _wait_for_credit(self) -> None:
+    async def _next_credit(self) -> int:
+        """Wait for more credit, and return the index of the push's first block."""
         self._waiting_since = perf_counter()
-        while not self._credit:
-            credit = (await self._response()).credit
-            self._credit += credit.num_blocks
-            self._transport = agreed(self._transports, credit.transport)
+        credit = (await self._response()).credit
         self._credit_wait_seconds, self._waiting_since = self.credit_wait_seconds, None
+        self._credit += credit.num_blocks
+        self._transport = agreed(self._transports, credit.transport)
+        return credit.first_block
 
     def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
         return asyncio.create_task(self._write(message))

@@ -44,29 +44,24 @@ class DecodeCalls:
             updates,
             phases,
         ):
-            # Blocks on this worker's disk need not be pushed by the prefill worker.
-            await self._prefetch(sequence)
-            first_block = await parts.engine.call(lambda e: e.transfers.accept(sequence))
-            promise = self._tickets.issue(sequence, request.sequence.attempt, first_block, updates)
+            promise = self._tickets.issue(sequence, request.sequence.attempt, updates)
             try:
-                yield worker_pb2.DecodeResponse(accepted=self._accepted(promise))
+                # The engine accepts only between two steps. Meanwhile the prefill worker computes.
+                yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted(ticket=self._ticket(promise)))
+                # Blocks on this worker's disk need not be pushed by the prefill worker.
+                await self._prefetch(sequence)
+                promise.accept(await parts.engine.call(lambda e: e.transfers.accept(sequence)))
                 await updates.begun()
                 _account_begin(sequence, phases)
                 await stream.add(channel, sequence.params.num_sequences, updates).ended()
             finally:
                 self._tickets.close(promise)
 
-    def _accepted(self, promise: Promise) -> worker_pb2.Accepted:
-        ticket = kvtransfer_pb2.Ticket(
+    def _ticket(self, promise: Promise) -> kvtransfer_pb2.Ticket:
+        return kvtransfer_pb2.Ticket(
             ticket_id=promise.ticket_id,
             address=self._parts.address(),
             receiver_epoch=self._tickets.epoch,
-            first_block=promise.first_block,
-        )
-        return worker_pb2.Accepted(
-            ticket=ticket,
-            num_cached_tokens=promise.sequence.num_cached_tokens,
-            num_held_blocks=len(promise.sequence.held_blocks),
         )
 
     async def _prefetch(self, sequence: Sequence) -> None:

@@ -33,18 +33,28 @@ class Promise:
     """The sequence that waits for the blocks of a ticket, and the functions that report its end.
 
     Attributes:
+        first_block: index of the first block that the engine lacks.
+        num_held_blocks: number of blocks before it that the engine keeps for the sequence.
+        accepted: set once the engine has accepted the sequence and these are known, or the promise is closed.
         writing: held while a thread writes a block, and while the promise is being closed.
     """
 
     ticket_id: str
     sequence: Sequence
     attempt: int
-    first_block: int
     num_blocks: int
     updates: Updates
+    first_block: int = 0
+    num_held_blocks: int = 0
+    accepted: asyncio.Event = field(default_factory=asyncio.Event)
     is_claimed: bool = False
     is_closed: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def accept(self, first_block: int) -> None:
+        """Let the push begin: the engine has accepted the sequence."""
+        self.first_block, self.num_held_blocks = first_block, len(self.sequence.held_blocks)
+        self.accepted.set()
 
     def require_open(self) -> None:
         """Raise UnknownTicketError if the request has ended."""
@@ -72,10 +82,10 @@ class Tickets:
         self._memory = memory
         self._promises: dict[str, Promise] = {}
 
-    def issue(self, sequence: Sequence, attempt: int, first_block: int, updates: Updates) -> Promise:
-        """Promise to receive the sequence's blocks from ``first_block`` on."""
+    def issue(self, sequence: Sequence, attempt: int, updates: Updates) -> Promise:
+        """Promise to receive those of the sequence's blocks that the engine lacks."""
         num_blocks = -(-sequence.num_transferred_tokens // self.layout.block_size)
-        promise = Promise(secrets.token_hex(16), sequence, attempt, first_block, num_blocks, updates)
+        promise = Promise(secrets.token_hex(16), sequence, attempt, num_blocks, updates)
         self._promises[promise.ticket_id] = promise
         return promise
 
@@ -84,21 +94,21 @@ class Tickets:
         with promise.writing:
             promise.is_closed = True
         self._promises.pop(promise.ticket_id, None)
+        promise.accepted.set()
 
     async def open(self, request: pb.PushOpen) -> PromisedBlocks:
-        """Start a push into promised blocks, once they are allocated; see ``BlockSink``."""
+        """Start a push into promised blocks, once the sequence is accepted and they are allocated."""
         promise = self._promises.get(request.ticket_id)
         if promise is None or promise.is_claimed:
             raise UnknownTicketError("the ticket was never issued, was used, or its request has ended")
         if promise.attempt != request.attempt:
             raise StaleAttemptError(f"the ticket is for attempt {promise.attempt}, not {request.attempt}")
-        if (promise.first_block, promise.num_blocks) != (request.first_block, request.num_blocks):
-            raise ProtocolError(
-                f"blocks [{promise.first_block}, {promise.num_blocks}) were promised, "
-                f"[{request.first_block}, {request.num_blocks}) offered"
-            )
+        if promise.num_blocks != request.num_blocks:
+            raise ProtocolError(f"{promise.num_blocks} blocks were promised, {request.num_blocks} offered")
         promise.is_claimed = True
         try:
+            await promise.accepted.wait()
+            promise.require_open()
             await self._allocate(promise)
         except NoBlocksError as error:
             promise.fail(str(error))
@@ -123,6 +133,7 @@ class PromisedBlocks:
     """Blocks that one push fills; a ``Reservation``."""
 
     def __init__(self, promise: Promise, engine: EngineThread, memory: KvMemory) -> None:
+        self.first_block, self.num_held_blocks = promise.first_block, promise.num_held_blocks
         self._promise = promise
         self._engine = engine
         self._memory = memory

@@ -61,7 +61,7 @@ class PrefillCalls:
                 return
             opened = self._open_push(request, num_blocks, context)
             push = PrefillPush(sequence, parts.blocks, opened, num_bare)
-            pushing = asyncio.create_task(self._pushed(push, sequence, request.ticket.first_block))
+            pushing = asyncio.create_task(self._pushed(push, sequence))
             pushing.add_done_callback(lambda task: _report_failure(task, updates))
             try:
                 first = await _computed(sequence, updates, push.record_progress)
@@ -74,18 +74,22 @@ class PrefillCalls:
                 self._account_push(pushed, phases)
                 summary = pushed.summary
                 yield worker_pb2.PrefillResponse(
-                    pushed=worker_pb2.PushSummary(num_blocks=summary.num_blocks, num_bytes=summary.num_bytes)
+                    pushed=worker_pb2.PushSummary(
+                        num_blocks=summary.num_blocks,
+                        num_bytes=summary.num_bytes,
+                        num_held_blocks=summary.num_held_blocks,
+                    )
                 )
             finally:
                 pushing.cancel()
 
-    async def _pushed(self, push: PrefillPush, sequence: Sequence, first_block: int) -> PushedPrompt:
+    async def _pushed(self, push: PrefillPush, sequence: Sequence) -> PushedPrompt:
         """Push the prompt. If a block arrives damaged, forget those that are damaged in this worker's memory.
 
         The next attempt then computes them again.
         """
         try:
-            return await push.run(first_block)
+            return await push.run()
         except PushFailedError as error:
             if error.status is grpc.StatusCode.DATA_LOSS:
                 await self._forget_damaged(sequence)

@@ -57,17 +57,19 @@ class PrefillPush:
             self._waited_seconds = self._push.credit_wait_seconds
         self._progress.put(update)
 
-    async def run(self, first_block: int) -> PushedPrompt:
-        """Push each block from ``first_block`` on as soon as it is full, and commit.
+    async def run(self) -> PushedPrompt:
+        """Push each block that the decode worker lacks as soon as it is full, and commit.
 
         Raises:
             PushFailedError: the decode worker refused or vanished.
         """
         block_size = self._reader.block_size
-        next_block = first_block
+        next_block = None
         async with self._push as push:
             while True:
                 update = await self._progress.next()
+                if next_block is None:
+                    next_block = await push.opened()
                 num_ready = update.num_computed_tokens // block_size
                 if update.status.is_finished:
                     # Push the last block too, even if it is not full: this worker adds nothing to it.

@@ -96,10 +96,10 @@ async def local(
 
 async def answered(
     workers: dict[str, Any], prefill: str, decode: str, prompt: list[int]
-) -> tuple[list[Any], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
+) -> tuple[list[Any], worker_pb2.PrefillResponse, worker_pb2.PushSummary]:
     """Let two workers answer: the one computes the prompt and pushes its blocks to the other."""
-    tokens, accepted, computed = await disaggregated(workers[prefill], workers[decode], sequence_of(prompt))
-    return bits_of(tokens), accepted, computed
+    tokens, computed, pushed = await disaggregated(workers[prefill], workers[decode], sequence_of(prompt))
+    return bits_of(tokens), computed, pushed
 
 
 async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack) -> None:
@@ -107,9 +107,9 @@ async def test_every_pair_of_workers_gives_the_same_bits(stack: RunningStack) ->
     async with connect(stack) as (_, workers):
         for seed, (prefill, decode) in enumerate(PAIRS, start=100):
             prompt = make_prompt(LENGTH if seed % 2 else 37, seed=seed)
-            given, accepted, computed = await answered(workers, prefill, decode, prompt)
-            assert (accepted.num_cached_tokens, computed.num_cached_tokens) == (0, 0)
-            again, _, computed = await answered(workers, prefill, decode, prompt)
+            given, computed, pushed = await answered(workers, prefill, decode, prompt)
+            assert (pushed.num_held_blocks, computed.num_cached_tokens) == (0, 0)
+            again, computed, _ = await answered(workers, prefill, decode, prompt)
             # A worker that has decoded the answer also has the block with the prompt's last tokens.
             assert computed.num_cached_tokens >= (len(prompt) - 1) // 16 * 16
             other = next(name for name in SIZES if name not in (prefill, decode))
@@ -140,8 +140,8 @@ async def test_the_beginning_of_a_prompt_comes_from_workers_of_both_sizes(stack:
         for seed, (prefill, decode) in enumerate(PAIRS, start=10):
             prompt = make_prompt(LENGTH, seed=seed)
             await local(workers, decode, prompt[:100])
-            given, accepted, _ = await answered(workers, prefill, decode, prompt)
-            assert accepted.num_cached_tokens == 96
+            given, _, pushed = await answered(workers, prefill, decode, prompt)
+            assert pushed.num_held_blocks == 6
             other = next(name for name in SIZES if name not in (prefill, decode))
             assert given == (await local(workers, other, prompt))[0]
         await wait_until_idle(workers)

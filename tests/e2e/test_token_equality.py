@@ -90,11 +90,11 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected) 
             warm = worker_pb2.DecodeRequest(sequence=make_sequence(prompt, max_tokens=1))
             async with decoding(workers["decode-0"], warm) as warming:
                 await warming.outputs()
-        tokens, accepted, prefilled = await disaggregated(
+        tokens, prefilled, pushed = await disaggregated(
             workers["prefill-0"], workers["decode-0"], make_sequence(prompt)
         )
         assert [token.token_id for token in tokens] == expected("llama", prompt)
-        assert accepted.num_cached_tokens == (0 if where == "prefill" else 80)
+        assert pushed.num_held_blocks == (0 if where == "prefill" else 5)
         assert prefilled.num_cached_tokens == (0 if where == "decode" else 79)
         await wait_until_idle(workers)
 

@@ -30,6 +30,8 @@ class Sink:
 
     layout = LAYOUT
     epoch = "epoch"
+    first_block = 0
+    num_held_blocks = 0
 
     def __init__(self) -> None:
         self.events: list[Any] = []

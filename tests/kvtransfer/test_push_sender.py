@@ -30,8 +30,9 @@ def blocks(start: int, end: int) -> list[Frame]:
     return [Frame(index, b"", bytes([index]) * LAYOUT.block_bytes) for index in range(start, end)]
 
 
-def credit(num_blocks: int) -> pb.PushResponse:
-    return pb.PushResponse(credit=pb.PushCredit(num_blocks=num_blocks, transport=pb.TRANSPORT_MESSAGES))
+def credit(num_blocks: int, first_block: int = 0) -> pb.PushResponse:
+    granted = pb.PushCredit(num_blocks=num_blocks, transport=pb.TRANSPORT_MESSAGES, first_block=first_block)
+    return pb.PushResponse(credit=granted)
 
 
 COMMITTED = pb.PushResponse(committed=pb.PushCommitted())
@@ -49,13 +50,13 @@ class Receiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
 
 
 @asynccontextmanager
-async def pushing(receive: Receive, num_blocks: int, *, first_block: int = 0) -> AsyncIterator[BlockPush]:
+async def pushing(receive: Receive, num_blocks: int) -> AsyncIterator[BlockPush]:
     """Open a push of a prompt to a running receiver."""
     server, channels = grpc.aio.server(), ChannelPool()
     kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(Receiver(receive), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    ticket = pb.Ticket(ticket_id="ticket", address=address, receiver_epoch="epoch", first_block=first_block)
+    ticket = pb.Ticket(ticket_id="ticket", address=address, receiver_epoch="epoch")
     prompt = PromptBlocks(LAYOUT, num_blocks)
     push = BlockPush(channels, ticket, sequence_id="r", attempt=3, blocks=prompt, timeout=WAIT_SECONDS)
     try:
@@ -132,18 +133,19 @@ async def test_blocks_that_the_receiver_has_are_not_sent_and_are_counted_as_save
 
     async def receive(requests: Any, context: Any) -> AsyncIterator[pb.PushResponse]:
         opened.append((await anext(requests)).open)
-        yield credit(1)
+        yield credit(1, first_block=3)
         await anext(requests)
         assert not (await anext(requests)).commit.HasField("first_token_id")
         yield COMMITTED
 
-    async with pushing(receive, 4, first_block=3) as push:
+    async with pushing(receive, 4) as push:
+        assert await push.opened() == 3
         await push.send(blocks(3, 4))
         with pytest.raises(ProtocolError, match="more blocks than the 4 of the push"):
             await push.send(blocks(4, 5))
         summary = await push.commit(None)
     [sent] = opened
-    assert (sent.ticket_id, sent.receiver_epoch, sent.attempt, sent.first_block) == ("ticket", "epoch", 3, 3)
+    assert (sent.ticket_id, sent.receiver_epoch, sent.attempt, sent.num_blocks) == ("ticket", "epoch", 3, 4)
     assert (summary.num_blocks, summary.num_saved_bytes) == (1, 3 * LAYOUT.block_bytes)
     assert summary.credit_wait_seconds <= summary.seconds
 

@@ -92,11 +92,11 @@ async def pull_source(stub: WorkerServiceStub, num_blocks: int, **fields: Any) -
 
 async def disaggregated(
     prefilling: WorkerServiceStub, decode: WorkerServiceStub, sequence: worker_pb2.Sequence
-) -> tuple[list[worker_pb2.SampledToken], worker_pb2.Accepted, worker_pb2.PrefillResponse]:
+) -> tuple[list[worker_pb2.SampledToken], worker_pb2.PrefillResponse, worker_pb2.PushSummary]:
     """Let one worker compute a prompt and push its blocks to another, which decodes.
 
     Returns:
-        The tokens of the answer, and the first message of each worker.
+        The tokens of the answer, the first message of the prefill worker, and its summary of the push.
     """
     request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
     async with decoding(decode, request) as begun:
@@ -106,7 +106,7 @@ async def disaggregated(
         prefilled = [message async for message in call]
         outputs = await begun.outputs()
         tokens = [token for each in (*prefilled, *outputs) for token in each.tokens]
-        return tokens, accepted, prefilled[0]
+        return tokens, prefilled[0], prefilled[-1].pushed
 
 
 class StreamingWorker(WorkerServiceServicer):

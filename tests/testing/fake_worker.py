@@ -229,7 +229,8 @@ class FakeWorker(StreamingWorker):
                 return
             await self._before_token(1)
             self.script.commits[request.ticket.ticket_id].set()
-            yield worker_pb2.PrefillResponse(pushed=worker_pb2.PushSummary(num_blocks=3, num_bytes=300))
+            summary = worker_pb2.PushSummary(num_blocks=3, num_bytes=300, num_held_blocks=1)
+            yield worker_pb2.PrefillResponse(pushed=summary)
         finally:
             self.ended.set()
 
@@ -253,9 +254,8 @@ class FakeWorker(StreamingWorker):
             self.script.commits[ticket] = asyncio.Event()
             yield worker_pb2.DecodeResponse(
                 accepted=worker_pb2.Accepted(
-                    ticket=kvtransfer_pb2.Ticket(ticket_id=ticket, first_block=1),
+                    ticket=kvtransfer_pb2.Ticket(ticket_id=ticket),
                     num_cached_tokens=self.num_cached_tokens,
-                    num_held_blocks=1,
                 )
             )
             if self.is_left_without_blocks:

@@ -86,7 +86,10 @@ class Pool:
 class Target:
     """Blocks that a push or a pull fills; after ``close`` nothing is written."""
 
-    def __init__(self) -> None:
+    num_held_blocks = 0
+
+    def __init__(self, first_block: int = 0) -> None:
+        self.first_block = first_block
         self.held: dict[int, bytes] = {}
         self.first_token_id: int | None = None
         self.reasons: list[str] = []
@@ -126,6 +129,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.tickets = {TICKET: ATTEMPT}
+        self.first_block = 0
         self.targets: dict[str, Target] = {}
         self.allocates = asyncio.Event()
         self.allocates.set()
@@ -146,7 +150,7 @@ class Sink:
         except asyncio.CancelledError:
             self.gave_up.set()
             raise
-        target = self.targets[request.ticket_id] = Target()
+        target = self.targets[request.ticket_id] = Target(self.first_block)
         target.before_write = self.before_write
         self.opened.set()
         return target
@@ -206,8 +210,8 @@ class Pair:
             ticket_id=changes.pop("ticket_id", TICKET),
             address=self.address,
             receiver_epoch=changes.pop("epoch", RECEIVER_EPOCH),
-            first_block=first_block,
         )
+        self.sink.first_block = first_block
         arguments: dict[str, Any] = {"sequence_id": "r", "attempt": ATTEMPT, "timeout": WAIT_SECONDS}
         blocks = PromptBlocks(changes.pop("layout", LAYOUT), num_blocks)
         return BlockPush(

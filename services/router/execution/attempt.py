@@ -190,7 +190,7 @@ class Attempt:
             block_size = self.decode.info.layout.block_size
             self._account.record_local_prefill(self.group, self._placement, message, block_size, start)
         else:
-            self._account.record_accepted(message, start)
+            self._account.record_promise(start)
         accepted: worker_pb2.Accepted = message.accepted
         return accepted
 

@@ -50,13 +50,11 @@ class RequestAccount:
         self.usage.accepted_draft_tokens += min(num_tokens, num_accepted_draft_tokens)
         self._metrics.generation_tokens.inc(num_tokens)
 
-    def record_accepted(self, message: worker_pb2.DecodeResponse, start: float) -> None:
-        """Count the blocks that D has cached of a prompt that P computes, and the time since ``start``."""
+    def record_promise(self, start: float) -> None:
+        """Count the time since ``start`` until D's promise to take the blocks of a prompt that P computes."""
         now = self.clock()
         self.phases.record(Phase.ACCEPT, start, now)
         self._planner.record_promise(now - start)
-        self.prompt_logprobs = message.prompt_logprobs
-        self.usage.blocks_reused_on_decode = message.accepted.num_held_blocks
 
     def record_local_prefill(
         self,
@@ -79,6 +77,7 @@ class RequestAccount:
         if message.HasField("pushed"):
             self.usage.blocks_shipped += message.pushed.num_blocks
             self.usage.bytes_shipped += message.pushed.num_bytes
+            self.usage.blocks_reused_on_decode = message.pushed.num_held_blocks
         else:
             self.prompt_logprobs = message.prompt_logprobs
             self._record_cached(message.num_cached_tokens, message.pulled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -46,21 +45,24 @@ class Receiver:
         tickets, request, updates = await self.issue(attempt=0)
         return await tickets.open(request), updates
 
-    async def issue(self, attempt: int) -> tuple[Tickets, pb.PushOpen, Updates]:
+    async def issue(self, attempt: int, *, is_accepted: bool = True) -> tuple[Tickets, pb.PushOpen, Updates]:
         """Return the tickets with one for an attempt, and the request that opens its push."""
         self.thread.start()
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         sequence = Sequence("r", [2] * 8, 8, params, b"")
-        first_block = await self.thread.call(lambda e: e.transfers.accept(sequence))
         layout = KvLayout(1, 1, BLOCK_SIZE, 1, "float32", "digest", "float32", "float32-1")
         tickets = Tickets(self.thread, self.memory, layout, "epoch")
         updates = Updates()
         self.thread.subscribe("r", updates.put)
-        promise = tickets.issue(sequence, attempt, first_block, updates)
-        request = pb.PushOpen(
-            ticket_id=promise.ticket_id, attempt=attempt, first_block=first_block, num_blocks=2
-        )
+        self.promise = tickets.issue(sequence, attempt, updates)
+        if is_accepted:
+            await self.accept()
+        request = pb.PushOpen(ticket_id=self.promise.ticket_id, attempt=attempt, num_blocks=2)
         return tickets, request, updates
+
+    async def accept(self) -> None:
+        """Let the engine accept the sequence."""
+        self.promise.accept(await self.thread.call(lambda e: e.transfers.accept(self.promise.sequence)))
 
     async def pause(self) -> None:
         """Return when the engine's thread stands still."""
@@ -85,6 +87,41 @@ async def test_a_push_of_another_attempt_is_refused_and_leaves_the_ticket_to_its
     await tickets.open(request)
     with pytest.raises(UnknownTicketError):
         await tickets.open(request)
+    await receiver.thread.stop()
+
+
+async def test_a_push_waits_until_its_sequence_is_accepted() -> None:
+    receiver = Receiver()
+    tickets, request, _ = await receiver.issue(attempt=0, is_accepted=False)
+    opening = asyncio.create_task(tickets.open(request))
+    # The engine runs its commands in order, so it would have run that of the push.
+    for _ in range(3):
+        await receiver.thread.call(lambda engine: None)
+    assert not opening.done()
+    await receiver.accept()
+    assert (await opening).first_block == 0
+    await receiver.thread.stop()
+
+
+async def test_a_push_of_a_request_that_ends_before_its_acceptance_is_refused() -> None:
+    receiver = Receiver()
+    tickets, request, _ = await receiver.issue(attempt=0, is_accepted=False)
+    opening = asyncio.create_task(tickets.open(request))
+    await asyncio.sleep(0)
+    tickets.close(receiver.promise)
+    with pytest.raises(UnknownTicketError, match="the request has ended"):
+        await asyncio.wait_for(opening, SECONDS)
+    await receiver.thread.stop()
+
+
+async def test_a_sender_that_goes_away_before_the_acceptance_ends_the_request() -> None:
+    receiver = Receiver()
+    tickets, request, updates = await receiver.issue(attempt=0, is_accepted=False)
+    opening = asyncio.create_task(tickets.open(request))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(Aborted, match="went away"):
+        await asyncio.wait_for(updates.next(), SECONDS)
     await receiver.thread.stop()
 
 
@@ -131,10 +168,9 @@ async def test_a_commit_that_is_cancelled_while_it_runs_is_one() -> None:
 async def test_a_block_that_would_end_the_engine_is_the_senders_fault() -> None:
     """The tokens that follow in a block are divided by its stored scale."""
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "int8"), 8, torch.device("cpu"))
-    promise: Any = SimpleNamespace(sequence=Sequence("r", [2] * 3, 3, SamplingParams(), b""))
-    promise.require_open = lambda: None
-    promise.writing = threading.Lock()
-    promise.sequence.block_table = [1]
+    sequence = Sequence("r", [2] * 3, 3, SamplingParams(), b"")
+    sequence.block_table = [1]
+    promise = Promise("ticket", sequence, 0, 1, Updates())
     blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
     with pytest.raises(BadBlockError, match="block 0: a stored scale"):
         blocks.write(Frame(0, b"", bytes(memory.shape.block_bytes)))
@@ -160,7 +196,7 @@ async def test_a_promise_closes_after_the_block_that_is_being_written_and_before
     """The engine may give the blocks to others once the promise is closed."""
     memory, sequence = SlowMemory(), Sequence("r", [2] * 3, 3, SamplingParams(), b"")
     sequence.block_table = [1]
-    promise = Promise("ticket", sequence, 0, 0, 1, Updates())
+    promise = Promise("ticket", sequence, 0, 1, Updates())
     tickets = Tickets(cast("EngineThread", None), cast("KvMemory", memory), cast("KvLayout", None), "epoch")
     blocks = PromisedBlocks(promise, cast("EngineThread", None), cast("KvMemory", memory))
     frame = Frame(0, b"", bytes(memory.shape.block_bytes))
@@ -180,7 +216,7 @@ def test_a_copy_that_differs_from_its_digest_is_refused() -> None:
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
     sequence = Sequence("r", [2] * 3, 3, SamplingParams(), b"")
     sequence.block_table = [1]
-    promise = Promise("ticket", sequence, 0, 0, 1, Updates())
+    promise = Promise("ticket", sequence, 0, 1, Updates())
     blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
     payload = bytes(range(memory.shape.block_bytes))
     blocks.write(Frame(0, b"", payload, digest(b"", payload)))

@@ -125,7 +125,7 @@ class RefusedPush:
     def __init__(self, status: grpc.StatusCode) -> None:
         self._status = status
 
-    async def run(self, first_block: int) -> None:
+    async def run(self) -> None:
         raise PushFailedError(self._status, "scripted")
 
 
@@ -161,5 +161,5 @@ async def test_blocks_that_are_damaged_in_memory_are_forgotten_with_those_after_
     )
     push: Any = RefusedPush(status)
     with pytest.raises(PushFailedError):
-        await PrefillCalls(parts)._pushed(push, sequence, 0)
+        await PrefillCalls(parts)._pushed(push, sequence)
     assert len(pool.look_up(sequence.block_hashes)) == num_left
