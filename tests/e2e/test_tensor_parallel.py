@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,13 +17,15 @@ import pytest
 
 from quire.protos import inference_pb2, worker_pb2
 from quire.routing.placement import PolicyConfig
+from quire.services.local import local_launcher
 from quire.services.local import stack as stack_module
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill, pull_source
-from tests.testing.processes import have_ended, ranks_of
+from tests.testing.forked_ranks import run_worker_with_forked_ranks
+from tests.testing.processes import children_of, have_ended
 from tests.testing.stacks import connect, make_prompt, wait_until_idle
 from tests.testing.until import until
 
@@ -44,6 +47,9 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 def start(model: Path) -> Iterator[Callable[..., Any]]:
     """Return a function that starts a stack whose workers have these numbers of processes, by name."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_launcher, "run_worker", run_worker_with_forked_ranks)
+        # Workers import that function.
+        patch.setattr(sys, "path", [*sys.path, os.getcwd()])
         make_configs = stack_module.worker_configs
 
         def start(sizes: dict[str, int], **settings: Any) -> Any:
@@ -200,7 +206,7 @@ def processes_of(stack: RunningStack, name: str) -> list[int]:
     """Return the processes of a worker, that of its engine first."""
     worker = stack.workers[name].process.pid
     assert worker is not None
-    return [worker, *ranks_of(worker)]
+    return [worker, *children_of(worker)]
 
 
 async def busy(workers: dict[str, Any], names: list[str]) -> str:

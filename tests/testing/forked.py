@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import MappingProxyType
 from typing import IO
 
@@ -34,8 +35,44 @@ exec(program, {"__name__": "__main__", "inherited": inherited})
 """
 
 
-class Forked:
-    """A process that runs a program as ``python -c`` does; its methods are those of ``subprocess.Popen``.
+class ForkedProcess:
+    """A process of multiprocessing; its methods are those of ``subprocess.Popen``."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self._process.start()
+        self._asking = threading.Lock()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        # The first thread that asks after the end reads the status from a pipe.
+        with self._asking:
+            return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        wait([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("forked", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class Forked(ForkedProcess):
+    """A process that runs a program as ``python -c`` does.
 
     Args:
         program: the source text.
@@ -66,40 +103,11 @@ class Forked:
             "outputs": [sender for _, sender in pipes],
             "inherited": [Connection(os.dup(each)) for each in descriptors],
         }
-        self._process = context.Process(target=exec, args=(_BEGIN, values))
-        self._process.start()
-        self._asking = threading.Lock()
+        super().__init__(context.Process(target=exec, args=(_BEGIN, values)))
         for name, (receiver, sender) in zip(("stdout", "stderr"), pipes, strict=False):
             sender.close()
             setattr(self, name, os.fdopen(os.dup(receiver.fileno())))
             receiver.close()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def poll(self) -> int | None:
-        # The first thread that asks after the end reads the status from a pipe.
-        with self._asking:
-            return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        wait([self._process.sentinel], timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired("forked", timeout or 0.0)
-        return code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        self._process.kill()
 
     def close(self) -> None:
         """Kill the process, and close its pipes."""

@@ -60,13 +60,6 @@ def children_of(process_id: int) -> list[int]:
     return [each.pid for each in psutil.Process(process_id).children(recursive=True)]
 
 
-def ranks_of(process_id: int | None) -> list[int]:
-    """Return the children of a process that run a rank."""
-    children = Path(f"/proc/{process_id}/task").glob("*/children")
-    found = [int(child) for path in children for child in path.read_text().split()]
-    return [child for child in found if b"engine.ranks.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 @contextmanager
 def worker_process(
     model: Path, redis_url: str, *settings: str, program: str = QUIRE[-1], role: str = "decode"

@@ -8,16 +8,24 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from tests.testing.processes import QUIRE, have_ended, ranks_of
+from tests.testing.processes import QUIRE, have_ended
 from tests.testing.until import until
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
 COMMAND = [*QUIRE, "decode", "--tensor-parallel-size", "2", "--threads", "2"]
+
+
+def ranks_of(process_id: int) -> list[int]:
+    """Return the children of a process that run a rank."""
+    children = Path(f"/proc/{process_id}/task").glob("*/children")
+    found = [int(child) for path in children for child in path.read_text().split()]
+    return [child for child in found if b"engine.ranks.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 @contextmanager
