@@ -12,6 +12,7 @@ import torch
 
 from quire.engine.structured_output.grammar import GrammarCompiler
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.weights_file import WeightsFile, create_weights_file
 
 # Threads that spin beside the workers' would slow both down many times over.
 torch.set_num_threads(1)
@@ -45,6 +46,14 @@ def folder(tiny_model: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def model(load: Callable[[str], LoadedModel]) -> LoadedModel:
     return load("llama")
+
+
+@pytest.fixture
+def file() -> Iterator[WeightsFile]:
+    """An empty file of memory, in which workers share weights."""
+    file = create_weights_file()
+    yield file
+    file.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,8 @@ import torch
 
 from quire.engine.model.check import UnsupportedModelError, check_paging
 from quire.engine.weights.loader import load_model
-from quire.engine.weights.weights_file import WeightsFile, create_weights_file
+from quire.engine.weights.weights_file import WeightsFile
 from tests.testing.tiny_engine import CPU
-
-
-@pytest.fixture
-def file() -> Iterator[WeightsFile]:
-    file = create_weights_file()
-    yield file
-    file.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.sliced_weights import load_slices
-from quire.engine.weights.weights_file import create_weights_file
+from quire.engine.weights.weights_file import WeightsFile
 from quire.kernels.cpu.coded_product import E2M1, E4M3, INT4, INT8, UINT4
 from quire.kernels.cpu.coded_weight import CodedWeight
 from quire.kernels.cpu.integer_weight import IntegerWeight, quantize_rows
@@ -153,20 +153,16 @@ def test_the_digest_covers_the_stored_bytes(tmp_path: Path) -> None:
     assert load_model(str(quantized), "float32", CPU).digest != first.digest
 
 
-def test_workers_share_packed_weights(tmp_path: Path) -> None:
+def test_workers_share_packed_weights(tmp_path: Path, file: WeightsFile) -> None:
     quantized, _ = save("gptq", tmp_path)
     alone = load_model(str(quantized), "float32", CPU)
-    file = create_weights_file()
-    try:
-        models = [load_model(str(quantized), "float32", CPU, weights_file=file) for _ in range(2)]
-        for model in models:
-            assert model.shared_bytes > 0
-            assert model.digest == alone.digest
-            assert packed_types(model) == packed_types(alone)
-            layers = [each.module.get_submodule("model.layers.2.mlp.down_proj") for each in (model, alone)]
-            assert torch.equal(layers[0].packed.panels, layers[1].packed.panels)
-    finally:
-        file.close()
+    models = [load_model(str(quantized), "float32", CPU, weights_file=file) for _ in range(2)]
+    for model in models:
+        assert model.shared_bytes > 0
+        assert model.digest == alone.digest
+        assert packed_types(model) == packed_types(alone)
+        layers = [each.module.get_submodule("model.layers.2.mlp.down_proj") for each in (model, alone)]
+        assert torch.equal(layers[0].packed.panels, layers[1].packed.panels)
 
 
 def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -17,19 +17,12 @@ from quire.engine.model.latent_attention import keep_latents
 from quire.engine.weights import whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.shared_module import Source, load_shared
-from quire.engine.weights.weights_file import WeightsFile, create_weights_file
+from quire.engine.weights.weights_file import WeightsFile
 from quire.kernels.cpu.linear import Allocate
 from tests.testing.tiny_engine import CPU
 
 WAIT_SECONDS = 20.0
 NAME = "/memfd:quire-weights"
-
-
-@pytest.fixture
-def file() -> Iterator[WeightsFile]:
-    file = create_weights_file()
-    yield file
-    file.close()
 
 
 @pytest.fixture

@@ -6,11 +6,10 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.weights.weights_file import WeightsFile, create_weights_file
+from quire.engine.weights.weights_file import WeightsFile
 
 HOLD_AND_WRITE_HALF = """
 import os, sys
@@ -22,13 +21,6 @@ with file.locked():
     print("held", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture
-def file() -> Iterator[WeightsFile]:
-    file = create_weights_file()
-    yield file
-    file.close()
 
 
 def test_a_sealed_file_cannot_be_changed_in_any_way(file: WeightsFile) -> None:

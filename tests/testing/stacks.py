@@ -77,9 +77,10 @@ async def kill_busy_worker(
             os.kill(pid, how)
 
 
-def metric(stack: RunningStack, worker: str, name: str, **labels: str) -> float:
-    """Return the sum of a worker's metric over its samples with these labels."""
-    with urlopen(f"http://127.0.0.1:{stack.ready[worker].metrics_port}/metrics", timeout=10) as page:
+def metric(stack: RunningStack, process: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric of a worker, or of "router", over its samples with these labels."""
+    of_process = stack.config.router if process == "router" else stack.ready[process]
+    with urlopen(f"http://127.0.0.1:{of_process.metrics_port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = (each for family in families for each in family.samples if each.name == name)
     return sum(each.value for each in samples if labels.items() <= each.labels.items())

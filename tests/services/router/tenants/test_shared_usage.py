@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -47,6 +47,13 @@ class Routers:
         """Wait until so many requests of a tenant wait at each router."""
         places = [usage.places(tenant) for usage in self.usages]
         await until(lambda: [len(each._waiting) for each in places] == [*numbers])
+
+    async def leases(self, tenant: Tenant) -> dict[int, int]:
+        """Return the number of running requests of each record in Redis, by the time when its lease ends."""
+        async with aclosing(publisher_client(self._redis.router_url)) as client:
+            records = await client.hgetall(usage_store.RECORDS + tenant.name)
+        rows = (tuple(map(int, each.split())) for each in records.values())
+        return {end: num_running for num_running, _, end in rows}
 
 
 @pytest.fixture
@@ -150,14 +157,17 @@ async def test_a_request_that_gives_up_frees_its_place_in_line(routers: Routers)
 
 
 async def test_a_killed_routers_requests_stop_counting(routers: Routers, monkeypatch: Any) -> None:
-    monkeypatch.setattr(usage_store, "LEASE_SECONDS", 0.5)
     first, second = await routers.add(), await routers.add()
     tenant = Tenant("killed", max_requests=1)
     running = await begin(first, tenant)
+    places = routers.usages[0].places(tenant)
     # A killed router sends nothing any more.
     monkeypatch.setattr(routers.usages[0], "_places", {})
     with pytest.raises(ResourceExhausted):
         await begin(second, tenant)
+    # The last that it sent is a lease that ends at once.
+    monkeypatch.setattr(usage_store, "LEASE_SECONDS", 0.001)
+    await places.record()
 
     async def begun() -> AsyncExitStack | None:
         with suppress(ResourceExhausted):
@@ -169,12 +179,17 @@ async def test_a_killed_routers_requests_stop_counting(routers: Routers, monkeyp
 
 
 async def test_a_long_request_keeps_its_lease(routers: Routers, monkeypatch: Any) -> None:
-    monkeypatch.setattr(usage_store, "LEASE_SECONDS", 0.5)
     monkeypatch.setattr("quire.services.router.tenants.shared_usage.FLUSHES_PER_BEAT", 1)
     first, second = await routers.add(), await routers.add()
     tenant = Tenant("long", max_requests=1)
     running = await begin(first, tenant)
-    await asyncio.sleep(1.0)
+    [end] = await routers.leases(tenant)
+
+    async def renewed() -> dict[int, int] | None:
+        leases = await routers.leases(tenant)
+        return leases if min(leases) > end else None
+
+    assert [*(await until(renewed)).values()] == [1]
     with pytest.raises(ResourceExhausted):
         await begin(second, tenant)
     await running.aclose()
