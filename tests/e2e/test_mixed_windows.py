@@ -38,8 +38,7 @@ The two states of Bamba take the place of six layers, and the three of Qwen3-Nex
 async def test_prompts_are_pushed_pulled_and_cached(
     architecture: str, start_stack: StartStack, check_greedy: Any
 ) -> None:
-    settings = {"num_prefill": 2, "num_decode": 2, "max_num_batched_tokens": 64}
-    with start_stack(architecture, **settings) as stack:
+    with start_stack(architecture, num_prefill=2, max_num_batched_tokens=64) as stack:
         async with connect(stack) as (client, workers):
             for length in (1, 16, 40, 96, 300):
                 prompt = make_prompt(length)

@@ -155,31 +155,17 @@ async def meter(
             yield meter
 
 
+Way = Callable[[Meter], Awaitable[None]]
+
+
 # --- every way to make a worker compute ---------------------------------------------------------------------
 
 
-async def single(meter: Meter) -> None:
-    await meter.client.generate(meter.prompt(), max_tokens=NUM_NEW, ignore_eos=True)
+def asked(**options: Any) -> Way:
+    async def way(meter: Meter) -> None:
+        await meter.client.generate(meter.prompt(), max_tokens=NUM_NEW, ignore_eos=True, **options)
 
-
-async def several_answers(meter: Meter) -> None:
-    await meter.client.generate(meter.prompt(), n=3, max_tokens=NUM_NEW, ignore_eos=True)
-
-
-async def best_of(meter: Meter) -> None:
-    await meter.client.generate(meter.prompt(), best_of=4, max_tokens=NUM_NEW, ignore_eos=True)
-
-
-async def two_of_four(meter: Meter) -> None:
-    await meter.client.generate(meter.prompt(), n=2, best_of=4, max_tokens=NUM_NEW, ignore_eos=True)
-
-
-async def beams(meter: Meter) -> None:
-    await meter.client.generate(meter.prompt(), beam_width=3, max_tokens=NUM_NEW, ignore_eos=True)
-
-
-async def prompt_logprobs(meter: Meter) -> None:
-    await meter.client.generate(meter.prompt(), prompt_logprobs=2, max_tokens=NUM_NEW, ignore_eos=True)
+    return way
 
 
 async def a_batch(meter: Meter) -> None:
@@ -241,31 +227,29 @@ async def resumed_prompt_logprobs(meter: Meter) -> None:
 
 
 # With the number of sequences, whose last tokens no model runs.
-WAYS: dict[Callable[[Meter], Awaitable[None]], int] = {
-    single: 1,
-    several_answers: 3,
-    best_of: 4,
-    two_of_four: 4,
-    beams: 3,
-    prompt_logprobs: 1,
-    a_batch: 3,
-    a_stop_string_in_one_of_two: 2,
-    echo_of_several_prompts: 4,
-    only_an_echo: 1,
-    a_resumed_answer: 1,
-    resumed_answers_of_a_short_prompt: 5,
-    resumed_prompt_logprobs: 2,
+WAYS: dict[str, tuple[Way, int]] = {
+    "one answer": (asked(), 1),
+    "several answers": (asked(n=3), 3),
+    "best_of": (asked(best_of=4), 4),
+    "two of four": (asked(n=2, best_of=4), 4),
+    "beams": (asked(beam_width=3), 3),
+    "prompt logprobs": (asked(prompt_logprobs=2), 1),
+    "a batch": (a_batch, 3),
+    "a stop string in one of two": (a_stop_string_in_one_of_two, 2),
+    "an echo of several prompts": (echo_of_several_prompts, 4),
+    "only an echo": (only_an_echo, 1),
+    "a resumed answer": (a_resumed_answer, 1),
+    "resumed answers of a short prompt": (resumed_answers_of_a_short_prompt, 5),
+    "resumed prompt logprobs": (resumed_prompt_logprobs, 2),
 }
 
 
 @pytest.mark.parametrize("meter", [0, 10_000], ids=["prefill apart", "prefill with decode"], indirect=True)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-async def test_the_charge_is_what_the_workers_computed(
-    meter: Meter, way: Callable[[Meter], Awaitable[None]]
-) -> None:
+@pytest.mark.parametrize(("way", "num_sequences"), WAYS.values(), ids=WAYS)
+async def test_the_charge_is_what_the_workers_computed(meter: Meter, way: Way, num_sequences: int) -> None:
     await meter.begin()
     await way(meter)
-    assert await meter.not_run(WAYS[way]) == WAYS[way]
+    assert await meter.not_run(num_sequences) == num_sequences
 
 
 CLOSED: dict[str, tuple[dict[str, Any], int]] = {

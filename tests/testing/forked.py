@@ -1,7 +1,7 @@
 """Processes that are forked from one that has imported torch, transformers and Numba, as workers are.
 
-Importing these takes 4.5 s of processor time. Workers and ranks that start from scratch are tested in
-``tests/services/worker/test_ranks_end.py`` and ``tests/e2e/test_trust.py``.
+Importing these takes 4.5 s of processor time. Ranks that start from scratch are tested in
+``tests/services/worker/test_ranks_end.py``, and workers in ``tests/e2e/test_trust.py``.
 """
 
 from __future__ import annotations

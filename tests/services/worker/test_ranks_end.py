@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.testing.forked import Forked
 from tests.testing.processes import QUIRE, have_ended
 from tests.testing.until import until
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
-COMMAND = [*QUIRE, "decode", "--tensor-parallel-size", "2", "--threads", "2"]
+ARGUMENTS = ["decode", "--tensor-parallel-size", "2", "--threads", "2"]
 
 
 def ranks_of(process_id: int) -> list[int]:
@@ -29,18 +29,15 @@ def ranks_of(process_id: int) -> list[int]:
 
 
 @contextmanager
-def loading_worker() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a worker; yield its process and that of its other rank, which has just begun."""
-    with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True) as worker:
+def loading_worker() -> Iterator[tuple[Forked, int]]:
+    """Fork a worker; yield its process and that of its other rank, which starts from scratch."""
+    with closing(Forked(QUIRE[-1], ARGUMENTS, has_pipes=True)) as worker:
         deadline = time.monotonic() + SECONDS
         while not (ranks := ranks_of(worker.pid)):
-            assert worker.poll() is None, worker.communicate()[1]
+            assert worker.poll() is None, worker.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        try:
-            yield worker, ranks[0]
-        finally:
-            worker.kill()
+        yield worker, ranks[0]
 
 
 async def test_the_ranks_of_a_worker_that_is_killed_while_it_loads_end() -> None:
@@ -55,5 +52,4 @@ def test_a_worker_whose_rank_fails_while_it_loads_ends(sent: signal.Signals) -> 
         os.kill(rank, sent)
         assert worker.wait(SECONDS) == 1
         assert have_ended([rank])
-        assert worker.stderr is not None
         assert "error: the worker did not start: rank 1 has " in worker.stderr.read()
