@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
+from quire.kvindex import guarded_index
 from quire.kvindex.block_hash import CacheScope, block_hashes, fingerprint, root_hash
 from quire.kvindex.redis_index import WorkerLease, publisher_client
 from quire.kvindex.worker_record import WorkerRecord
@@ -43,7 +44,10 @@ async def test_without_redis_the_workers_are_those_that_were_named(model: Served
     assert sources.expected_fingerprint(b"model") == fingerprint(b"model", SECRET)
 
 
-async def test_redis_has_the_members_and_their_blocks(model: ServedModel, redis: RedisProcess) -> None:
+async def test_redis_has_the_members_and_their_blocks(
+    model: ServedModel, redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_index, "BUDGET_SECONDS", 10.0)
     client = publisher_client(redis.worker_url)
     lease = WorkerLease(client, 30.0)
     await lease.join(WorkerRecord("w", "prefill", "w:1", "epoch", "print", is_draining=True))
