@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.file_checks import damaged, read_json, read_object
+from quire.models.source import EMBEDDING_MODULES
 
 
 class Pooling(StrEnum):
@@ -46,9 +47,9 @@ def read_embedding_config(folder: Path, size: int) -> EmbeddingConfig:
         NoEmbeddingsError: it makes none, or in a way that is not supported.
         ModelFileError: one of the files is damaged.
     """
-    path = folder / "modules.json"
+    path = folder / EMBEDDING_MODULES
     if not path.exists():
-        raise NoEmbeddingsError("its folder has no modules.json of sentence-transformers")
+        raise NoEmbeddingsError(f"its folder has no {EMBEDDING_MODULES} of sentence-transformers")
     modules = read_json(path)
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise damaged(path, "is not a list of modules")

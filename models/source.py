@@ -18,7 +18,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-EMBEDDING_FILES = ("modules.json", "1_Pooling/config.json")
+EMBEDDING_MODULES = "modules.json"
+EMBEDDING_FILES = (EMBEDDING_MODULES, "1_Pooling/config.json")
 MODEL_FILES = (*CONFIGURATION_FILES, *WEIGHT_FILES, *TOKENIZER_FILES, *EMBEDDING_FILES)
 
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.digest import describe_tensor
-from quire.engine.weights.files import check_safetensors
 from quire.engine.weights.loader import LoadedModel
 from quire.kernels.cpu.linear import UNIT
 from quire.kernels.cpu.low_rank import LINEARS, UPDATE, pack_a, pack_b
 from quire.kernels.metadata import Adapter
 from quire.models.file_checks import damaged, read_object
+from quire.models.safetensors_header import read_safetensors
 from quire.models.source import find_model
 
 __all__ = ["Adapter", "UnsupportedAdapterError", "load_adapter"]
@@ -94,7 +94,7 @@ def load_adapter(path: str, model: LoadedModel) -> Adapter:
     folder = find_model(path, (_CONFIG, _WEIGHTS))
     config = read_object(folder / _CONFIG)
     _check_config(config)
-    check_safetensors(folder / _WEIGHTS)
+    read_safetensors(folder / _WEIGHTS)
     pairs = _pairs(folder / _WEIGHTS)
     table = np.zeros(model.num_layers * len(LINEARS), UPDATE)
     held: list[Any] = [table]

@@ -14,12 +14,13 @@ from safetensors import safe_open
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
-from quire.engine.weights.files import weight_files
 from quire.engine.weights.packed_codes import LazyTensor, pack, pack_mxfp4, stand_in, weight_bytes
 from quire.engine.weights.quantization import read_quantization
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
 from quire.models.gguf_folder import GGUF_NAME
+from quire.models.model_files import read_weight_files
+from quire.models.safetensors_header import StoredTensor
 
 if TYPE_CHECKING:
     from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Decoded = TypeVar("Decoded")
 
-_PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
-"""Safetensors' names of the types of tensors that are not quantized."""
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Safetensors' names of the types of weights that are not quantized."""
+_PLAIN = {*_FLOATS, "I64", "BOOL"}
+"""Those of any tensors that are not quantized."""
 
 
 class _Layout(NamedTuple):
@@ -94,10 +97,12 @@ class Checkpoint:
         """The weights that ``read_packed`` kept packed: one, or one for each expert."""
         self._files: list[Any] = []
         self._owners: dict[str, tuple[Path, Any]] = {}
-        for name in weight_files(folder):
-            file = safe_open(folder / name, framework="pt")
+        self._headers: dict[str, StoredTensor] = {}
+        for path, tensors in read_weight_files(folder).items():
+            file = safe_open(path, framework="pt")
             self._files.append(file)
-            self._owners |= dict.fromkeys(file.keys(), (folder / name, file))  # type: ignore[no-untyped-call]
+            self._owners |= dict.fromkeys(tensors, (path, file))
+            self._headers |= tensors
         self._parts: dict[str, dict[str, str]] = {}
         """The stored tensors of each quantized one: the parts' names by their roles."""
         self._find_parts()
@@ -162,6 +167,16 @@ class Checkpoint:
         self.packed[name] = [packed]
         return stand_in((packed.out_features, packed.in_features), dtype)
 
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the shapes of tensors that are not quantized.
+
+        Raises:
+            ModelFileError: a tensor has another one.
+        """
+        for name in shapes.keys() - self._parts:
+            if (stored := self._headers[name].shape) != shapes[name]:
+                raise self._wrong(name, f"has the shape {list(stored)} instead of {list(shapes[name])}")
+
     def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
         """Return the stored tensors of a quantized one by their roles."""
         return {role: self._load(part) for role, part in self._parts[name].items()}
@@ -197,7 +212,7 @@ class Checkpoint:
         return tensor
 
     def _type(self, name: str) -> str:
-        return str(self._owners[name][1].get_slice(name).get_dtype())
+        return self._headers[name].dtype
 
     def _wrong(self, name: str, problem: str) -> ModelFileError:
         return damaged(self._owners[name][0], f"has a tensor {name} that {problem}")
@@ -209,7 +224,7 @@ class Checkpoint:
                     raise UnsupportedModelError(
                         f"{name} is a quantized weight, but config.json has no quantization_config"
                     )
-                if name.endswith(".weight") and self._type(name) not in _PLAIN:
+                if name.endswith(".weight") and self._type(name) not in _FLOATS:
                     raise self._wrong(
                         name, f"is {self._type(name)}, but config.json has no quantization_config"
                     )

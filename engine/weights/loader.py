@@ -25,7 +25,6 @@ from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.states import with_states
 from quire.engine.model.step_recipe import StepRecipe, read_recipe
 from quire.engine.weights.checkpoint import open_checkpoint
-from quire.engine.weights.files import check_configuration, check_weights
 from quire.engine.weights.shared_module import load_shared, source_of
 from quire.engine.weights.sliced_weights import digest_of, digest_of_whole, load_slices
 from quire.engine.weights.weights_file import WeightsFile
@@ -33,6 +32,7 @@ from quire.engine.weights.whole_model import DTYPES, load_module, pack_module
 from quire.kernels.cpu.linear import Allocate, in_own_memory
 from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
+from quire.models.model_files import check_configuration
 from quire.models.source import GENERATION_CONFIG, find_model
 from quire.settings.setting import SettingError
 
@@ -149,7 +149,7 @@ def load_model(
     attention.register()
     experts.register()
     folder = find_model(model)
-    _check_configuration(folder)
+    check_configuration(folder)
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
@@ -278,16 +278,6 @@ def _kv_heads(
     return plan.attention.num_kv_heads, own
 
 
-def _check_configuration(folder: Path) -> None:
-    """Raise OSError for a folder that holds no model."""
-    if (folder / "adapter_config.json").exists():
-        raise OSError(
-            f"{folder} holds an adapter (adapter_config.json), which is no model: "
-            "serve its model with --lora name=folder, or merge it into its model"
-        )
-    check_configuration(folder)
-
-
 class _Loaded(NamedTuple):
     """A model or a rank's part of it, the digest of the whole model, and how the model can be divided."""
 
@@ -309,7 +299,6 @@ def _load_whole(
     arithmetic: str,
     allocate: Allocate = in_own_memory,
 ) -> _Loaded:
-    check_weights(folder)
     with open_checkpoint(folder) as checkpoint:
         packs = device.type == "cpu" and weight_dtype == "auto"
         module = load_module(folder, config, dtype, checkpoint, packs)
@@ -329,7 +318,6 @@ def _load_part(
     arithmetic: str,
     collectives: Collectives,
 ) -> _Loaded:
-    check_weights(folder)
     rank, num_ranks = collectives.rank, collectives.num_ranks
     if kinds := own_attention.kinds_of_layers(config.get_text_config()):
         special = {"conv": "with a short convolution", "chunked_attention": "that attend within chunks"}

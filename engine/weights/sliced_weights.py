@@ -39,6 +39,7 @@ def load_slices(
     Raises:
         SettingError: the model cannot be divided among this many ranks.
         UnsupportedModelError: the names of the checkpoint's tensors are not those of the model's parameters.
+        ModelFileError: a tensor has not the shape of its parameter.
     """
     with open_checkpoint(folder) as checkpoint:
         dtype = dtype or getattr(config, "dtype", None) or checkpoint.dtype
@@ -49,6 +50,8 @@ def load_slices(
         plan = read_plan(model)
         plan.check(num_ranks)
         _check_names(model, checkpoint)
+        if isinstance(checkpoint, Checkpoint):
+            checkpoint.check_shapes({name: tuple(each.shape) for name, each in model.named_parameters()})
         _check_dtype(model, dtype)
         _check_head(model, num_ranks)
         own = _slices(model, plan, rank, num_ranks)

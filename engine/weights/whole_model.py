@@ -19,9 +19,14 @@ from quire.engine.model.latent_attention import keep_latents
 from quire.engine.model.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.weights.checkpoint import Checkpoint
 from quire.kernels.cpu.linear import Allocate, PackedWeight, in_own_memory
+from quire.models.file_checks import damaged
+from quire.models.model_files import read_weight_files
+from quire.models.source import EMBEDDING_MODULES
 
 if TYPE_CHECKING:
     from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,6 +43,7 @@ def load_module(
     # kernels that only its own code would use.
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_needed)
     model_class: Any = AutoModelForCausalLM
     source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
     try:
@@ -46,10 +52,13 @@ def load_module(
             torch.manual_seed(0)
             if not checkpoint.is_plain:
                 model_class, source = _dequantized_source(folder, dtype, checkpoint, packs)
-            module: PreTrainedModel = model_class.from_pretrained(
+            module: PreTrainedModel
+            module, report = model_class.from_pretrained(
                 **source,
                 dtype="auto" if dtype == "auto" else DTYPES[dtype],
                 attn_implementation=own_attention.implementation_at_load(config),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
     except (ImportError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         if checkpoint.error is not None:
@@ -57,8 +66,37 @@ def load_module(
         raise UnsupportedModelError(
             f"transformers cannot load {folder} with paged attention: {error}"
         ) from error
+    _check_report(folder, module, report)
     checkpoint.log_memory(module)
     return module
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Return whether a record is not the table of what a checkpoint lacks, which ``_check_report`` says."""
+    return "LOAD REPORT" not in record.getMessage() or "CONVERSION" in record.getMessage()
+
+
+def _check_report(folder: Path, module: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Check transformers' report of a load: it fills weights that it has not found with random numbers.
+
+    Raises:
+        ModelFileError: the checkpoint lacks a weight, or has one of another shape.
+    """
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        files = [path for path, tensors in read_weight_files(folder).items() if name in tensors]
+        shapes = f"{list(stored)} instead of {list(expected)}"
+        raise damaged((files or [folder])[0], f"has a tensor {name} that has the shape {shapes}")
+    missing = report["missing_keys"]
+    if (
+        type(module).__name__ not in (module.config.architectures or ())
+        or (folder / EMBEDDING_MODULES).exists()
+    ):
+        # Embedding models have no output layer.
+        missing = {name for name in missing if name.startswith(module.base_model_prefix)}
+    if missing:
+        raise damaged(folder, f"has no tensor {min(missing)}, which {type(module).__name__} needs")
+    if unused := report["unexpected_keys"]:
+        logger.warning("%s does not use %d tensors, such as %s", folder, len(unused), min(unused))
 
 
 def _dequantized_source(

@@ -365,8 +365,9 @@ def test_a_stack_reports_that_it_waits_for_redis() -> None:
         (
             "model.safetensors",
             "decode",
-            "error: cannot load the model {folder}: {folder}/model.safetensors is not a whole",
+            "error: cannot load the model {folder}: {folder}/model.safetensors ends in its header",
         ),
+        ("model.safetensors", "serve", "quire serve: {folder}/model.safetensors ends in its header"),
         ("tokenizer.json", "serve", "quire serve: cannot load the files of {folder}: "),
     ],
 )

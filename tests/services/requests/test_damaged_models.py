@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.weights.files import check_configuration, check_weights
 from quire.models.file_checks import ModelFileError
+from quire.models.model_files import check_model_files
 from quire.models.source import demo_model_path
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
@@ -66,16 +66,11 @@ def folder(tmp_path: Path) -> Path:
     """Return a copy of the demo model with two files of weights and their index, and a template."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
-    for name in ("model-1.safetensors", SHARD):
-        (tmp_path / name).write_bytes(WEIGHTS)
+    (tmp_path / "model-1.safetensors").write_bytes(WEIGHTS.replace(b'"w"', b'"v"'))
+    (tmp_path / SHARD).write_bytes(WEIGHTS)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"v": "model-1.safetensors", "w": SHARD}}))
     (tmp_path / TEMPLATE).write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
     return tmp_path
-
-
-def check_model_files(folder: Path) -> None:
-    check_configuration(folder)
-    check_weights(folder)
 
 
 def load_text(folder: Path) -> None:
