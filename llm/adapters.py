@@ -17,7 +17,7 @@ def load_adapters(paths: Mapping[str, str], model: LoadedModel) -> dict[str, Ada
         OSError: there is no such adapter, or a file of it is missing or damaged.
     """
     if "" in paths:
-        raise ValueError('lora must name each adapter; the name "" is the model without an adapter')
+        raise ValueError('each adapter must have a name: "" is the model without an adapter')
     return {name: _load(name, path, model) for name, path in paths.items()}
 
 
@@ -28,9 +28,11 @@ def _load(name: str, path: str, model: LoadedModel) -> Adapter:
         raise UnsupportedAdapterError(f"cannot load the adapter {name} from {path}: {error}") from error
 
 
-def find_adapter(adapters: Mapping[str, Adapter], name: str) -> Adapter:
-    """Return the adapter of a name; raise ValueError if there is none."""
+def find_adapter(adapters: Mapping[str, Adapter], field: str, name: str) -> Adapter:
+    """Return the adapter of a name that ``field`` has; raise ValueError if there is none."""
     if name not in adapters:
         known = ", ".join(map(repr, adapters)) or "none"
-        raise ValueError(f"model must be the name of an adapter of this LLM, which has {known}; got {name!r}")
+        raise ValueError(
+            f"{field} must be the name of an adapter of this LLM, which has {known}; got {name!r}"
+        )
     return adapters[name]

@@ -116,6 +116,28 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, or other weights under the name of one, which requests that have begun keep.
+
+        Args:
+            path: a folder in PEFT's format, or a hub id.
+
+        Raises:
+            ValueError: the name is empty.
+            UnsupportedAdapterError: the adapter cannot be served, or not with this model.
+            OSError: there is no such adapter, or a file of it is missing or damaged.
+        """
+        self._adapters |= load_adapters({name: path}, self.engine.model)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; its memory is freed when the last request that uses it has ended.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        find_adapter(self._adapters, "name", name)
+        del self._adapters[name]
+
     def stats(self) -> EngineStats:
         """Return the counts since the start, and the present state of the block pool."""
         counts, preemptions = self.engine.pool.counts, self.engine.preemption.counts
@@ -262,7 +284,7 @@ class LLM:
         self, at: int, prompt: EncodedPrompt, params: EngineSamplingParams, options: TextOptions, model: str
     ) -> Request:
         self._check_token_ids(f"prompts[{at}]", prompt.token_ids)
-        adapter = find_adapter(self._adapters, model) if model else None
+        adapter = find_adapter(self._adapters, "model", model) if model else None
         sequence = engine_types.Sequence(
             attempt_id=str(next(self._ids)),
             token_ids=list(prompt.token_ids),

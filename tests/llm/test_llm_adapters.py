@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,5 +101,63 @@ def test_an_adapter_that_cannot_be_loaded_is_named(tiny_folder: Path, tmp_path: 
         UnsupportedAdapterError, match=f"the adapter sql from {bad}: use_dora is not supported"
     ):
         LLM(str(tiny_folder), num_blocks=64, max_model_len=100, lora={"sql": str(bad)})
-    with pytest.raises(ValueError, match="lora must name each adapter"):
+    with pytest.raises(ValueError, match="each adapter must have a name"):
         LLM(str(tiny_folder), num_blocks=64, max_model_len=100, lora={"": str(bad)})
+
+
+def test_adapters_are_added_replaced_and_removed_between_calls(
+    llm: LLM, tiny_folder: Path, paths: dict[str, str]
+) -> None:
+    prompt = make_prompt(70, seed=2)
+    one, two = (expected(tiny_folder, paths[name], prompt) for name in ("one", "two"))
+    llm.add_adapter("three", paths["one"])
+    assert tokens(llm, [prompt] * 2, ("three", "one")) == [one, one]
+    llm.add_adapter("three", paths["two"])
+    assert tokens(llm, [prompt], "three") == [two]
+    llm.remove_adapter("three")
+    with pytest.raises(ValueError, match=r"model must be .*, which has 'one', 'two'; got 'three'"):
+        tokens(llm, [prompt], "three")
+    with pytest.raises(ValueError, match=r"name must be .*, which has 'one', 'two'; got 'three'"):
+        llm.remove_adapter("three")
+
+
+def test_a_request_keeps_the_weights_with_which_it_began(
+    llm: LLM, tiny_folder: Path, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, step, num_steps = make_prompt(70, seed=3), llm.engine.step, 0
+    one, two = (expected(tiny_folder, paths[name], prompt) for name in ("one", "two"))
+    first = weakref.ref(llm._adapters["one"])
+
+    def step_and_change() -> object:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            llm.remove_adapter("one")
+            gc.collect()
+        if num_steps == 10:
+            llm.add_adapter("one", paths["two"])
+        assert first() is not None
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", step_and_change)
+    assert tokens(llm, [prompt], "one") == [one]
+    assert num_steps > 10
+    monkeypatch.undo()
+    assert tokens(llm, [prompt], "one") == [two]
+    gc.collect()
+    assert first() is None
+
+
+def test_an_adapter_that_cannot_be_added_leaves_the_one_of_its_name(
+    llm: LLM, tiny_folder: Path, paths: dict[str, str], tmp_path: Path
+) -> None:
+    prompt = make_prompt(20, seed=4)
+    before = tokens(llm, [prompt], "one")
+    bad = make_adapter(tmp_path / "bad", tiny_folder, use_dora=True)
+    with pytest.raises(UnsupportedAdapterError, match=f"the adapter one from {bad}: use_dora"):
+        llm.add_adapter("one", str(bad))
+    with pytest.raises(OSError, match="adapter_config"):
+        llm.add_adapter("one", str(tmp_path))
+    with pytest.raises(ValueError, match="each adapter must have a name"):
+        llm.add_adapter("", paths["two"])
+    assert tokens(llm, [prompt], "one") == before
