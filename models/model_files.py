@@ -53,9 +53,12 @@ def read_weight_files(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
     if (whole := folder / "model.safetensors").exists():
         return {whole: read_safetensors(whole)}
     index = folder / "model.safetensors.index.json"
-    places = read_object(index).get("weight_map")
+    content = read_object(index)
+    places = content.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise damaged(index, "has no weight_map from the names of weights to files")
+    if not isinstance(content.get("metadata"), dict):
+        raise damaged(index, 'has no "metadata", without which transformers does not read it')
     for tensor, name in places.items():
         if not (folder / name).exists():
             raise damaged(folder / name, f"does not exist, and {index.name} says that it has tensor {tensor}")

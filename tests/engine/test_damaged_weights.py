@@ -84,6 +84,6 @@ def test_a_missing_shard_is_refused(model: Path) -> None:
     names = list(load_file(model / "model.safetensors"))
     (model / "model.safetensors").rename(model / "model-1.safetensors")
     places = {name: "model-2.safetensors" if name == NORM else "model-1.safetensors" for name in names}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     with pytest.raises(ModelFileError, match=f"model-2.safetensors does not exist, and .* tensor {NORM}"):
         load_model(str(model), "float32", CPU)

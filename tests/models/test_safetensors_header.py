@@ -124,6 +124,6 @@ def test_an_index_that_names_what_does_not_exist_is_refused(path: Path, shard: s
     path.rename(path.with_name("model-1.safetensors"))
     path.with_name("config.json").write_text('{"model_type": "llama"}')
     places = {FIRST: "model-1.safetensors", "c.weight": shard}
-    path.with_name(INDEX).write_text(json.dumps({"weight_map": places}))
+    path.with_name(INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     with pytest.raises(ModelFileError, match=f"{shard} {problem}: {REMEDY}"):
         check_model_files(path.parent)

@@ -68,7 +68,8 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
     (tmp_path / "model-1.safetensors").write_bytes(WEIGHTS.replace(b'"w"', b'"v"'))
     (tmp_path / SHARD).write_bytes(WEIGHTS)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"v": "model-1.safetensors", "w": SHARD}}))
+    index = {"metadata": {}, "weight_map": {"v": "model-1.safetensors", "w": SHARD}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
     (tmp_path / TEMPLATE).write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
     return tmp_path
 
@@ -115,6 +116,12 @@ def test_one_file_of_weights_needs_no_index(folder: Path) -> None:
     (folder / INDEX).unlink()
     (folder / SHARD).rename(folder / "model.safetensors")
     check_model_files(folder)
+
+
+def test_an_index_without_metadata_is_refused(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": SHARD}}))
+    with pytest.raises(ModelFileError, match=f"{INDEX} has no .metadata."):
+        check_model_files(folder)
 
 
 def test_the_demo_models_files_are_whole() -> None:
