@@ -60,7 +60,7 @@ RANK_SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
 }
 """Sizes that four ranks can divide."""

@@ -1,23 +1,32 @@
 """Experts on the CPU: a token gets the same bits whichever other tokens its experts get.
 
 transformers calls them through its experts interface. The weights of each expert are packed at load time.
+
+Each of several ranks has whole experts, and all ranks compute the router. The alternative, a slice of every
+expert's inner width, balances the ranks better, but then each segment of the width has results of its own for
+each token and expert: one process would write up to 8 times the results, or ranks would exchange one row for
+each of a token's experts instead of one for each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from quire.engine.model.check import UnsupportedModelError, refusing
+from quire.engine.model.collectives import Collectives, Int64s, pieces
 from quire.engine.model.llama4_layers import use_experts_interface
 from quire.engine.model.packed_linear import pack_weight
+from quire.engine.model.parallel_shares import DividedExperts
 from quire.kernels.cpu.grouped_linear import WeightGroup, grouped_sums
 from quire.kernels.cpu.linear import PackedWeight
+from quire.kernels.cpu.weighted_sums import weighted_sums
 
 _IMPLEMENTATION = "quire"
 _TOLERANCE = 0.3
@@ -27,44 +36,106 @@ _NUM_TESTED = 4
 """Tokens with which packed experts are compared with the module's own code."""
 
 
-class PackedExperts(NamedTuple):
-    """The weights of the first layer of each expert, which includes its gate, and of the second."""
+@dataclass(frozen=True)
+class ExpertsPart:
+    """Which of a layer's experts a process computes.
+
+    Attributes:
+        first: the first expert.
+        segments: the segment of each of the experts, counted from the process's first one.
+        pieces: the first segment of each piece of the process, and the number of its segments.
+        borders: the first segment of each process, and the number of segments.
+        collectives: those of the ranks; None if there is one process.
+    """
+
+    first: int
+    segments: Int64s
+    pieces: Int64s
+    borders: Int64s
+    collectives: Collectives | None
+
+    @classmethod
+    def of(cls, divided: DividedExperts, collectives: Collectives | None = None) -> ExpertsPart:
+        """Return the part of a rank, or all experts."""
+        rank, num_ranks = (0, 1) if collectives is None else (collectives.rank, collectives.num_ranks)
+        shares, own = divided.shares, divided.own(rank, num_ranks)
+        borders = np.array(shares.borders(num_ranks), np.int64)
+        own_pieces = [piece.start for piece in pieces(borders, rank)]
+        num_own = borders[rank + 1] - borders[rank]
+        segments = np.repeat(
+            np.arange(num_own),
+            [
+                (segment + 1) * divided.num_experts // shares.num_segments
+                - segment * divided.num_experts // shares.num_segments
+                for segment in range(borders[rank], borders[rank + 1])
+            ],
+        )
+        return cls(own.start, segments, np.array([*own_pieces, num_own], np.int64), borders, collectives)
+
+    def add(self, partials: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the pieces ``[num_pieces, num_tokens, width]`` of all processes.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        if self.collectives is None:
+            return partials[0]
+        width, padded = partials.shape[2], self.collectives.memory.sizes.sum_width
+        partials = torch.nn.functional.pad(partials, (0, padded - width))
+        return self.collectives.sum(partials.unbind(), self.borders)[:, :width]
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The weights of the first layer of each expert, which includes its gate, and of the second.
+
+    Attributes:
+        part: which experts these are.
+    """
 
     up: WeightGroup
     down: WeightGroup
+    part: ExpertsPart
 
 
 def compute_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sum of the results of each token's experts, in the ascending order of experts.
+    """Return the weighted sum of the results of each token's experts.
 
     Args:
         module: the experts.
         hidden_states: ``[num_tokens, hidden_size]``.
         top_k_index: ``[num_tokens, num_chosen]``. A number that no expert has adds nothing.
         top_k_weights: factors of the same shape.
+
+    Raises:
+        RanksError: a rank has failed.
     """
     packed: PackedExperts = module.packed
-    chosen = top_k_index.numpy().reshape(-1)
+    part, num_experts = packed.part, len(packed.part.segments)
+    chosen = top_k_index.numpy().reshape(-1) - part.first
+    chosen[(chosen < 0) | (chosen >= num_experts)] = num_experts
     order = np.argsort(chosen, kind="stable")
-    ends = np.searchsorted(chosen, np.arange(module.num_experts), "right", order).tolist()
-    rows = torch.from_numpy(order // top_k_index.shape[1])
-    values = grouped_sums(hidden_states[rows], packed.up, ends).to(hidden_states.dtype)
+    ends = np.searchsorted(chosen, np.arange(num_experts), "right", order)
+    own = order[: ends[-1]]
+    rows = torch.from_numpy(own // top_k_index.shape[1])
+    values = grouped_sums(hidden_states[rows], packed.up, ends.tolist()).to(hidden_states.dtype)
     values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
-    values = grouped_sums(values, packed.down, ends)
+    values = grouped_sums(values, packed.down, ends.tolist())
     if module.has_post_expert_norm:
         values = module.post_expert_norm(values.to(hidden_states.dtype)).float()
-    values = values * top_k_weights.reshape(-1)[torch.from_numpy(order)].float()[:, None]
-    values[ends[-1] :] = 0
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
+    factors = top_k_weights.reshape(-1)[torch.from_numpy(own)].float()
+    places = np.full(chosen.shape, len(own))
+    places[own] = np.arange(len(own))
     places = np.sort(places.reshape(top_k_index.shape), axis=1)
-    first, *others = torch.from_numpy(places).unbind(1)
-    total = values[first]
-    for each in others:
-        total += values[each]
-    return total.to(hidden_states.dtype)
+    partials = weighted_sums(values, factors, part.segments[chosen[own]], places, part.pieces)
+    return part.add(partials).to(hidden_states.dtype)
+
+
+def divide_experts(module: Any, divided: DividedExperts, collectives: Collectives) -> None:
+    """Let a rank add the results of all ranks to those of its own packed experts."""
+    module.packed = replace(module.packed, part=ExpertsPart.of(divided, collectives))
 
 
 def register() -> None:
@@ -106,9 +177,8 @@ def pack_experts(
         with refusing(f"has experts that need other arguments, {type(module).__name__}"):
             expected = module(*test).float()
         names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-        module.packed = PackedExperts(
-            *(_pack(module, name, weight_dtype, arithmetic, own[name]) for name in names)
-        )
+        up, down = (_pack(module, name, weight_dtype, arithmetic, own[name]) for name in names)
+        module.packed = PackedExperts(up, down, ExpertsPart.of(DividedExperts(module.num_experts)))
         error = (compute_experts(module, *test).float() - expected).norm() / expected.norm()
         if not error <= _TOLERANCE:
             raise UnsupportedModelError(

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import Collectives, pieces
+from quire.engine.model.experts import divide_experts
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.parallel_plan import Division, ParallelPlan
 from quire.kernels.cpu.linear import UNIT, linear, sums
@@ -108,6 +109,8 @@ def connect_ranks(
             assert isinstance(own, PackedLinear)
             borders = each.shares.borders(collectives.num_ranks)
             model.set_submodule(path, RowLinear(own, borders, collectives))
+    for path, divided in plan.experts.items():
+        divide_experts(model.get_submodule(path), divided, collectives)
     head = model.get_output_embeddings()
     if not isinstance(head, PackedLinear):
         raise UnsupportedModelError("its output layer is no linear layer, so ranks cannot divide it")

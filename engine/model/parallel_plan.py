@@ -1,9 +1,11 @@
-"""Reads from a model's own plan which of its linear layers can be divided among processes.
+"""Reads from a model's own plan which of its linear layers can be divided among processes, and its experts.
 
 transformers names a style for the layers of most architectures (``base_model_tp_plan``). A block of layers,
 such as an attention or an MLP, is divided only if its linear layers are all "colwise" or "rowwise" and
 nothing in it needs the values of all processes. Each process computes every other block as a whole. The plans
 of some architectures would gather values within a block, but on one machine that costs more than it saves.
+
+Experts need no plan: whichever transformers calls through its experts interface are divided as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from quire.engine.model.parallel_shares import Shares
+from quire.engine.model.parallel_shares import DividedExperts, Shares
 from quire.kernels.cpu.linear import num_segments_of
 from quire.settings.setting import SettingError
 
@@ -69,10 +71,12 @@ class ParallelPlan:
     Attributes:
         linears: the layers by their full names; each process computes all others as a whole.
         attention: the shares of each attention; None if attention is not divided.
+        experts: the experts by the full names of their modules.
     """
 
     linears: dict[str, DividedLinear]
     attention: Shares | None
+    experts: dict[str, DividedExperts]
 
     def num_segments(self, rank: int, num_ranks: int) -> dict[str, int]:
         """Return a rank's number of input segments, for each layer that is divided by its inputs."""
@@ -93,11 +97,14 @@ class ParallelPlan:
             )
 
     def _problem(self, num_ranks: int) -> str | None:
-        if not self.linears:
+        if not self.linears and not self.experts:
             return "its architecture has no plan to divide its layers"
         for name, each in self.linears.items():
             problem = each.shares.problem(num_ranks)
             if problem is not None and each.division is Division.ROW:
+                return f"{name}: {problem}"
+        for name, experts in self.experts.items():
+            if problem := experts.problem(num_ranks):
                 return f"{name}: {problem}"
         return None
 
@@ -110,7 +117,16 @@ def read_plan(model: PreTrainedModel) -> ParallelPlan:
     for name, block in model.named_modules():
         linears |= _divide_block(name, block, styles, config)
     attention = next((each.shares for each in linears.values() if each.is_key_value), None)
-    return ParallelPlan(linears, attention)
+    return ParallelPlan(linears, attention, find_experts(model))
+
+
+def find_experts(model: torch.nn.Module) -> dict[str, DividedExperts]:
+    """Return the experts that transformers calls through its experts interface, by their modules' names."""
+    return {
+        name: DividedExperts(module.num_experts)
+        for name, module in model.named_modules()
+        if hasattr(module, "has_post_expert_norm")
+    }
 
 
 def _styles(model: PreTrainedModel, config: Any) -> dict[str, str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
+from quire.kernels.cpu.linear import MOST_SEGMENTS
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -55,7 +57,7 @@ class Shares:
         return [*found, self.num_segments]
 
     def own(self, size: int, rank: int, num_ranks: int) -> slice:
-        """Return a rank's part of ``size`` values that the segments divide equally."""
+        """Return a rank's part of ``size`` values, which the segments divide as equally as possible."""
         first, end = self.borders(num_ranks)[rank : rank + 2]
         return slice(first * size // self.num_segments, end * size // self.num_segments)
 
@@ -71,3 +73,31 @@ class Shares:
     def _num_units(self) -> int:
         """Largest number of equal parts of whole segments and whole groups of heads."""
         return gcd(self.num_segments, self.num_kv_heads) if self.num_heads else self.num_segments
+
+
+@dataclass(frozen=True)
+class DividedExperts:
+    """How the experts of a layer are divided among ranks: each rank has some of them as a whole.
+
+    The experts form segments of neighbors, whose results are summed separately.
+
+    Attributes:
+        num_experts: number of experts.
+    """
+
+    num_experts: int
+
+    @property
+    def shares(self) -> Shares:
+        """The shares of the segments: a power of two of them, at most one for each expert."""
+        return Shares(min(MOST_SEGMENTS, 1 << (self.num_experts.bit_length() - 1)))
+
+    def own(self, rank: int, num_ranks: int) -> slice:
+        """Return a rank's experts."""
+        return self.shares.own(self.num_experts, rank, num_ranks)
+
+    def problem(self, num_ranks: int) -> str | None:
+        """Return the reason why they cannot be divided among this many ranks; None if they can."""
+        if num_ranks <= self.shares.num_segments:
+            return None
+        return f"its {self.num_experts} experts form only {self.shares.num_segments} groups for ranks"

@@ -157,7 +157,8 @@ class Checkpoint:
         if name not in self._parts or self.quantization is None:
             return self.read(name, part)
         if self.quantization.method == "mxfp4":
-            experts = self._decoded(name, lambda _, parts: pack_mxfp4(parts, dtype))
+            own = slice(None) if part is None else part[1]
+            experts = self._decoded(name, lambda _, parts: pack_mxfp4(parts, own, dtype))
             self.packed[name] = experts
             return stand_in((len(experts), experts[0].in_features, experts[0].out_features), dtype)
         codes = self._decoded(name, read_codes)

@@ -79,16 +79,16 @@ def pack(
     return pack_codes(values, scales, zeros if coding == UINT4 else None, coding, dtype)
 
 
-def pack_mxfp4(parts: dict[str, torch.Tensor], dtype: torch.dtype) -> list[PackedWeight]:
-    """Return the weights of experts in MXFP4.
+def pack_mxfp4(parts: dict[str, torch.Tensor], own: slice, dtype: torch.dtype) -> list[PackedWeight]:
+    """Return the weights of some experts in MXFP4.
 
     Raises:
         WrongPartError: a part has the wrong type or shape.
     """
     scales, blocks = scales_of_mxfp4(parts), parts["weight"]
     return [
-        pack_codes(torch.stack((each & 15, each >> 4), dim=-1).flatten(1), own, None, E2M1, dtype)
-        for each, own in zip(blocks, scales, strict=True)
+        pack_codes(torch.stack((each & 15, each >> 4), dim=-1).flatten(1), scale, None, E2M1, dtype)
+        for each, scale in zip(blocks[own], scales[own], strict=True)
     ]
 
 

@@ -18,6 +18,7 @@ from quire.engine.model.packed_linear import packable_weights
 from quire.engine.model.parallel_layers import head_units
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.engine.weights.converted_names import ConvertedCheckpoint
 from quire.engine.weights.digest import model_digest
 from quire.kernels.cpu.linear import UNIT, PackedWeight
 
@@ -49,7 +50,8 @@ def load_slices(
             )
         plan = read_plan(model)
         plan.check(num_ranks)
-        _check_names(model, checkpoint)
+        by_parameter = converted(checkpoint, model)
+        _check_names(model, by_parameter, checkpoint)
         if isinstance(checkpoint, Checkpoint):
             checkpoint.check_shapes({name: tuple(each.shape) for name, each in model.named_parameters()})
         _check_dtype(model, dtype)
@@ -58,15 +60,15 @@ def load_slices(
         packable = packable_weights(model) | packable_experts(model)
         tensors = {}
         for name, parameter in model.named_parameters():
-            read = partial(checkpoint.read_packed, dtype=dtype) if name in packable else checkpoint.read
+            read = partial(by_parameter.read_packed, dtype=dtype) if name in packable else by_parameter.read
             tensors[name] = read(name, own.get(name)).to(parameter.dtype)
         if any(each.rounds_inputs for weights in checkpoint.packed.values() for each in weights):
             raise UnsupportedModelError(
                 "ranks cannot divide W8A8 layers: the scale of a token's inputs depends on all of them"
             )
         for name, buffer in model.named_buffers():
-            if name in checkpoint.names:
-                buffer.copy_(checkpoint.read(name, None))
+            if name in by_parameter.names:
+                buffer.copy_(by_parameter.read(name, None))
     for name, tensor in tensors.items():
         _set_parameter(model, name, tensor)
     model.tie_weights()
@@ -81,11 +83,12 @@ def digest_of_whole(folder: Path, module: PreTrainedModel, weight_dtype: str, pa
     own = module.state_dict(keep_vars=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     with open_checkpoint(folder) as checkpoint:
+        by_parameter = converted(checkpoint, module)
 
         def read(name: str) -> torch.Tensor:
             tensor: torch.Tensor = own[name]
             is_buffer = id(tensor) not in names
-            return tensor if is_buffer else checkpoint.read(names[id(tensor)], None).to(tensor.dtype)
+            return tensor if is_buffer else by_parameter.read(names[id(tensor)], None).to(tensor.dtype)
 
         return digest_of(folder, own, read, weight_dtype, checkpoint, packed)
 
@@ -140,16 +143,27 @@ def _parameters_on_meta() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _check_names(model: PreTrainedModel, checkpoint: Checkpoint | GgufCheckpoint) -> None:
+def converted(
+    checkpoint: Checkpoint | GgufCheckpoint, model: PreTrainedModel
+) -> ConvertedCheckpoint | GgufCheckpoint:
+    """Return the tensors of a checkpoint by the names of a model's parameters."""
+    return ConvertedCheckpoint(checkpoint, model) if isinstance(checkpoint, Checkpoint) else checkpoint
+
+
+def _check_names(
+    model: PreTrainedModel,
+    by_parameter: ConvertedCheckpoint | GgufCheckpoint,
+    checkpoint: Checkpoint | GgufCheckpoint,
+) -> None:
     """Raise UnsupportedModelError unless each parameter has a tensor and each tensor a parameter."""
     parameters = {name for name, _ in model.named_parameters()}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= set(getattr(model, "all_tied_weights_keys", None) or {})
     known |= {name for name, _ in model.named_buffers()}
-    missing = parameters - checkpoint.names
+    missing = parameters - by_parameter.names
     unknown = {
         name
-        for name in checkpoint.names - known
+        for name in by_parameter.names - known
         if not name.endswith("rotary_emb.inv_freq") and not checkpoint.is_bias_of_zeros(name)
     }
     buffers = set(model.state_dict()) - known
@@ -196,6 +210,9 @@ def _slices(
         parts[f"{path}.weight"] = dimension, own
         if each.division is Division.COLUMN:
             parts[f"{path}.bias"] = 0, own
+    for path, experts in plan.experts.items():
+        for name, _ in model.get_submodule(path).named_parameters(recurse=False):
+            parts[f"{path}.{name}"] = 0, experts.own(rank, num_ranks)
     head = model.get_output_embeddings()
     if head.weight is not model.get_input_embeddings().weight:
         first, end = head_units(head.weight.shape[0], rank, num_ranks)
@@ -213,7 +230,10 @@ def _set_parameter(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> N
 
 
 def _set_sizes(model: PreTrainedModel, plan: ParallelPlan, rank: int, num_ranks: int) -> None:
-    """Set in each divided attention how many of its queries share a key."""
+    """Set the number of this rank's experts, and in each divided attention how many queries share a key."""
+    for path, experts in plan.experts.items():
+        own = experts.own(rank, num_ranks)
+        model.get_submodule(path).num_experts = own.stop - own.start
     if plan.attention is None:
         return
     heads = plan.attention.own(plan.attention.num_heads, rank, num_ranks)

@@ -12,7 +12,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.experts import pack_experts
+from quire.engine.model.experts import pack_experts, register
 from quire.engine.model.packed_linear import pack_linear_layers
 from quire.engine.model.row_layers import make_batch_invariant
 from quire.engine.weights.loader import load_model
@@ -71,6 +71,7 @@ def test_the_results_are_those_of_transformers(tiny_model: TinyModel, architectu
 
 
 def make_mixtral() -> MixtralForCausalLM:
+    register()
     torch.manual_seed(1)
     return MixtralForCausalLM(
         MixtralConfig(

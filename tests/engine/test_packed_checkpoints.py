@@ -173,8 +173,19 @@ def test_experts_of_mxfp4_stay_packed(tmp_path: Path) -> None:
     groups = [each.packed for each in model.module.modules() if hasattr(each, "has_post_expert_norm")]
     assert len(groups) == 3
     for both in groups:
-        assert {each.stored for group in both for each in group.weights} == {E2M1}
+        assert {each.stored for group in (both.up, both.down) for each in group.weights} == {E2M1}
     assert answers(quantized) == answers(plain)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.slow
+def test_ranks_divide_experts_of_mxfp4(tmp_path: Path) -> None:
+    plain, quantized = make_random_model("gpt_oss", tmp_path / "plain"), tmp_path / "quantized"
+    save_quantized(plain, quantized, {"quant_method": "mxfp4"}, mxfp4, ".experts.")
+    attention.register()
+    *_, packed = load_slices(quantized, AutoConfig.from_pretrained(quantized), torch.float32, 1, 2)
+    assert [(len(each), each[0].stored) for each in packed.values()] == [(2, E2M1)] * 6
+    assert answers(quantized, tensor_parallel_size=2) == answers(quantized)
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
-from quire.engine.model.parallel_shares import Shares
+from quire.engine.model.parallel_shares import DividedExperts, Shares
 from quire.settings.setting import SettingError
 from tests.testing.tiny_models import ARCHITECTURES
 
@@ -57,10 +57,28 @@ def test_attention_and_mlp_are_divided(architecture: str) -> None:
         plan.check(num_ranks)
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "gpt2", "opt", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["phi3", "gpt2", "opt"])
 def test_models_without_a_plan_for_whole_blocks_are_refused(architecture: str) -> None:
     with pytest.raises(SettingError, match="no plan"):
         plan_of(architecture).check(2)
+
+
+def test_experts_need_no_plan() -> None:
+    plan = plan_of("gpt_oss", num_local_experts=6)
+    assert plan.linears == {}
+    assert plan.experts == {f"model.layers.{layer}.mlp.experts": DividedExperts(6) for layer in range(3)}
+    plan.check(4)
+    with pytest.raises(SettingError, match=r"layers\.0\.mlp\.experts: its 6 experts form only 4 groups"):
+        plan.check(5)
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 5, 8, 60, 128])
+def test_each_expert_is_on_one_rank(num_experts: int) -> None:
+    divided = DividedExperts(num_experts)
+    for num_ranks in range(1, divided.shares.num_segments + 1):
+        parts = [range(num_experts)[divided.own(rank, num_ranks)] for rank in range(num_ranks)]
+        assert [expert for part in parts for expert in part] == list(range(num_experts))
+        assert all(parts)
 
 
 def test_an_attention_whose_queries_and_keys_are_one_layer_is_not_divided() -> None:
