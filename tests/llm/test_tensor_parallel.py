@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.engine.config import MAX_RANKS
 from quire.engine.model.check import UnsupportedModelError
@@ -234,10 +236,16 @@ def test_ranks_do_not_run_on_a_gpu() -> None:
         check_device(LLMConfig(tensor_parallel_size=2), torch.device("cuda"))
 
 
-def test_a_checkpoint_with_other_names_is_refused(model: Callable[..., Path]) -> None:
-    """GPT-NeoX is saved under other names than those of its parameters."""
-    with pytest.raises(UnsupportedModelError, match="no counterpart"):
-        start(model("gpt_neox", hidden_size=256), 2)
+def test_a_checkpoint_with_other_names_is_refused(model: Callable[..., Path], tmp_path: Path) -> None:
+    """No rule of transformers makes a parameter of this tensor."""
+    folder = shutil.copytree(model("llama"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.other.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"no counterpart: .*\.other\.weight, .*\.up_proj\.weight"
+    ):
+        start(folder, 2)
 
 
 def test_a_model_that_cannot_be_divided_is_refused(model: Callable[..., Path]) -> None:
