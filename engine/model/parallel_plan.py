@@ -29,6 +29,8 @@ _ELEMENTWISE = (
     torch.nn.Identity,
     *{kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()},
 )
+_SHARED = re.compile(r"\.shared_experts?(?=\.)")
+"""Place of the experts that each token uses. Most plans name only the same MLP in layers without experts."""
 _EACH_ALIKE = "replicated_with_grad_allreduce"
 """Style of norms that each process applies to its own heads."""
 
@@ -140,7 +142,7 @@ def _styles(model: PreTrainedModel, config: Any) -> dict[str, str]:
         name: style
         for name, _ in model.named_modules()
         for pattern, style in patterns
-        if pattern.fullmatch(name)
+        if pattern.fullmatch(name) or pattern.fullmatch(_SHARED.sub("", name))
     }
 
 

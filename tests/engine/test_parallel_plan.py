@@ -72,6 +72,12 @@ def test_experts_need_no_plan() -> None:
         plan.check(5)
 
 
+@pytest.mark.parametrize(("architecture", "name"), [("qwen2_moe", "expert"), ("glm4_moe", "experts")])
+def test_experts_that_each_token_uses_are_divided_by_width(architecture: str, name: str) -> None:
+    plan = plan_of(architecture, shared_expert_intermediate_size=128, moe_intermediate_size=128)
+    assert plan.num_segments(0, 1)[f"model.layers.1.mlp.shared_{name}.down_proj"] == 4
+
+
 @pytest.mark.parametrize("num_experts", [1, 2, 5, 8, 60, 128])
 def test_each_expert_is_on_one_rank(num_experts: int) -> None:
     divided = DividedExperts(num_experts)
