@@ -29,7 +29,7 @@ from quire.engine.model.mask_check import MaskObserver, Window, mask_problem
 from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.states import States, StateShape, with_states
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu.recurrence import Recurrence
+from quire.kernels.cpu.linear_attention import LinearAttention
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -114,7 +114,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         UnsupportedModelError: no layer calls attention, or the mask of a layer is not its causal window.
     """
     seen: list[_Observed] = []
-    recurrences: dict[torch.nn.Module, Recurrence] = {}
+    recurrences: dict[torch.nn.Module, LinearAttention] = {}
     observer = MaskObserver()
     AttentionInterface.register(_OBSERVER, partial(_observe, seen, recurrences))
     AttentionMaskInterface.register(_OBSERVER, observer)
@@ -144,8 +144,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     num_kv_heads = max(heads for heads, _ in sizes)
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
     states = _number_states(recurrences)
-    if states is not None and (seen[0].latent_dim or any(call.window for call in calls)):
-        raise UnsupportedModelError("it has layers with a state beside windows or latent attention")
+    if states is not None and any(call.window for call in calls):
+        raise UnsupportedModelError("it has layers with a state beside layers with a window")
     return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1, states)
 
 
@@ -163,7 +163,7 @@ class _Observed(NamedTuple):
 
 def _observe(
     seen: list[_Observed],
-    recurrences: dict[torch.nn.Module, Recurrence],
+    recurrences: dict[torch.nn.Module, LinearAttention],
     layer: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -176,7 +176,7 @@ def _observe(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     paged_step: object = None,
-    recurrence: Recurrence | None = None,
+    recurrence: LinearAttention | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a call of attention, and return zeros of the shape that the layer expects."""
@@ -218,7 +218,7 @@ def _number(layers: Sequence[torch.nn.Module]) -> None:
         layer.kv_layers = [number for number, each in enumerate(layers) if each is layer]  # type: ignore[assignment]
 
 
-def _number_states(recurrences: dict[torch.nn.Module, Recurrence]) -> StateShape | None:
+def _number_states(recurrences: dict[torch.nn.Module, LinearAttention]) -> StateShape | None:
     """Tell the layers with a state their numbers; return the shape of the states, None if there are none."""
     shapes = {(each.num_rows, each.row_size) for each in recurrences.values()}
     if len(shapes) > 1:

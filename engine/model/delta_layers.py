@@ -1,4 +1,8 @@
-"""Gated delta nets, as in Qwen3-Next, Qwen3.5 and Olmo Hybrid, whose states are kept in KV blocks."""
+"""Delta nets whose states are kept in KV blocks.
+
+Those of Qwen3-Next, Qwen3.5 and Olmo Hybrid have one decay for each head. Kimi delta attention (KDA), as in
+Kimi Linear and Ling 3.0, has one for each element of a key.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from typing import Any
 
 import torch
 
-from quire.engine.model.state_layers import check_layer, convolution_weights, gated_norm
-from quire.kernels.cpu.delta_net import ROWS, DeltaNet
-from quire.kernels.cpu.recurrence import LANES
+from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.state_layers import convolution_weights, gated_norm, kept_weights
+from quire.kernels.cpu.linear_attention import Decay, LinearAttention
+from quire.kernels.cpu.rows import Activation
 
 
 def run_delta_net(
@@ -23,7 +28,7 @@ def run_delta_net(
         hidden_states: ``[1, num_tokens, hidden_size]``.
     """
     inputs, steps, gate = (torch.cat(each, dim=-1).float() for each in _projected(layer, hidden_states))
-    output = attend(inputs, steps, inputs, recurrence=_weights(layer))
+    output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _weights))
     norm, projection = (
         (layer.norm, layer.out_proj) if hasattr(layer, "out_proj") else (layer.o_norm, layer.o_proj)
     )
@@ -48,20 +53,84 @@ def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[list[torch.Tens
     return tuple([getattr(layer, name)(hidden_states) for name in part] for part in names)
 
 
-def _weights(layer: Any) -> DeltaNet:
-    """Return the weights of a layer, converted at its first call."""
-    kept: DeltaNet | None = getattr(layer, "recurrence", None)
-    if kept is None:
-        check_layer(layer, layer.head_v_dim, layer.head_k_dim, (LANES, ROWS))
-        taps, bias = convolution_weights(layer)
-        kept = layer.recurrence = DeltaNet(
-            taps=taps,
-            conv_bias=bias,
-            decay=-torch.exp(layer.A_log.double()).float(),
-            step_bias=layer.dt_bias.float().contiguous(),
-            num_key_heads=layer.num_k_heads,
-            key_dim=layer.head_k_dim,
-            row_size=layer.head_v_dim,
-            most_replaced=2 if getattr(layer, "allow_neg_eigval", False) else 1,
-        )
-    return kept
+def _weights(layer: Any) -> LinearAttention:
+    taps, bias = convolution_weights(layer)
+    return LinearAttention(
+        taps=taps,
+        conv_bias=bias,
+        decay=Decay.SOFTPLUS,
+        rates=-torch.exp(layer.A_log.double()).float(),
+        step_bias=layer.dt_bias.float()[:, None].contiguous(),
+        skip=torch.zeros(layer.num_v_heads),
+        num_key_heads=layer.num_k_heads,
+        key_dim=layer.head_k_dim,
+        row_size=layer.head_v_dim,
+        most_replaced=2 if getattr(layer, "allow_neg_eigval", False) else 1,
+    )
+
+
+def run_kimi_delta_attention(
+    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """Run a layer like ``KimiLinearDeltaAttention``; see ``run_delta_net``."""
+    forget = layer.forget_gate
+    inputs = torch.cat(
+        [layer.q_proj(hidden_states), layer.k_proj(hidden_states), layer.v_proj(hidden_states)], -1
+    )
+    if hasattr(forget, "f_proj"):  # Ling 3.0
+        steps, gate = forget.f_proj(hidden_states), layer.g_proj(hidden_states)
+    else:
+        steps = forget.f_b_proj(forget.f_a_proj(hidden_states))
+        gate = layer.g_b_proj(layer.g_a_proj(hidden_states))
+    steps = steps.float()
+    if _is_bounded(forget):
+        steps = steps * _slopes(forget)
+    steps = torch.cat([steps, layer.b_proj(hidden_states).float()], dim=-1)
+    inputs = inputs.float()
+    output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _kimi_weights))
+    output, gate = (each.float().unflatten(-1, (-1, layer.head_dim)) for each in (output, gate))
+    output = gated_norm(
+        layer.o_norm,
+        output,
+        gate,
+        torch.float32,
+        group_size=layer.head_dim,
+        is_gated_first=False,
+        activation=Activation.SIGMOID,
+    )
+    result: torch.Tensor = layer.o_proj(output.flatten(-2).to(hidden_states.dtype))
+    return result
+
+
+def _is_bounded(forget: Any) -> bool:
+    """Return whether decays are bounded below: the logarithm is a sigmoid times the bound."""
+    return bool(getattr(forget, "safe_gate", False))
+
+
+def _slopes(forget: Any) -> torch.Tensor:
+    """Return ``exp(A)`` for each row of the states, ``[num_heads * key_dim]``."""
+    slopes: torch.Tensor = torch.exp(forget.A_log.double()).float()
+    return slopes.flatten().repeat_interleave(forget.head_dim)
+
+
+def _kimi_weights(layer: Any) -> LinearAttention:
+    taps, bias = convolution_weights(layer)
+    forget, shape = layer.forget_gate, (layer.num_heads, layer.head_dim)
+    step_bias, slopes = forget.dt_bias.float(), _slopes(forget)
+    rates = -slopes.view(shape)[:, 0].contiguous()
+    if is_bounded := _is_bounded(forget):
+        if forget.lower_bound > 0:
+            raise UnsupportedModelError(f"its states would grow: kda_lower_bound is {forget.lower_bound}")
+        step_bias, rates = slopes * step_bias, torch.full_like(rates, forget.lower_bound)
+    return LinearAttention(
+        taps=taps,
+        conv_bias=bias,
+        decay=Decay.SIGMOID if is_bounded else Decay.SOFTPLUS,
+        rates=rates,
+        step_bias=step_bias.view(shape).contiguous(),
+        skip=torch.zeros(layer.num_heads),
+        num_key_heads=layer.num_heads,
+        key_dim=layer.head_dim,
+        row_size=layer.head_dim,
+        most_replaced=1,
+    )

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.state_layers import check_layer, convolution_weights, gated_norm
+from quire.engine.model.state_layers import convolution_weights, gated_norm, kept_weights
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.mamba import ROWS, Mamba
-from quire.kernels.cpu.recurrence import LANES
+from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
 
 _SHORT_STEP = 1e-3
@@ -38,7 +37,8 @@ def run_mamba(
         projected = layer.in_proj(hidden_states)
     sizes = [layer.intermediate_size, layer.conv_dim, layer.num_heads]
     gate, inputs, steps = projected.float().split(sizes, dim=-1)
-    output = attend(inputs, steps, inputs, recurrence=_weights(layer))
+    inputs = _as_attention(layer, inputs)
+    output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _weights))
     output = _gated(layer.norm, output, gate, dtype)
     result: torch.Tensor = layer.out_proj(output.to(dtype))
     return result
@@ -58,26 +58,30 @@ def _gated(norm: Any, output: torch.Tensor, gate: torch.Tensor, dtype: torch.dty
     )
 
 
-def _weights(layer: Any) -> Mamba:
-    """Return the weights of a layer, converted at its first call."""
-    kept: Mamba | None = getattr(layer, "recurrence", None)
-    if kept is None:
-        check_layer(layer, layer.ssm_state_size, layer.head_dim, (LANES, ROWS))
-        shortest, longest = layer.time_step_limit
-        if shortest > _SHORT_STEP or longest != float("inf"):
-            raise UnsupportedModelError(
-                f"its layers with a state limit their time steps to {tuple(layer.time_step_limit)}, "
-                "which transformers does for prompts and not for further tokens"
-            )
-        taps, bias = convolution_weights(layer)
-        kept = layer.recurrence = Mamba(
-            taps=taps,
-            conv_bias=bias,
-            decay=-torch.exp(layer.A_log.double()).float(),
-            step_bias=layer.dt_bias.float().contiguous(),
-            skip=layer.D.float().contiguous(),
-            head_dim=layer.head_dim,
-            num_groups=layer.n_groups,
-            row_size=layer.ssm_state_size,
+def _as_attention(layer: Any, channels: torch.Tensor) -> torch.Tensor:
+    """Bring the last dimension, of x, B and C, into the order of queries, keys and values: C, B and x."""
+    size = layer.n_groups * layer.ssm_state_size
+    x, b, c = channels.split([layer.intermediate_size, size, size], dim=-1)
+    return torch.cat([c, b, x], dim=-1)
+
+
+def _weights(layer: Any) -> LinearAttention:
+    shortest, longest = layer.time_step_limit
+    if shortest > _SHORT_STEP or longest != float("inf"):
+        raise UnsupportedModelError(
+            f"its layers with a state limit their time steps to {tuple(layer.time_step_limit)}, "
+            "which transformers does for prompts and not for further tokens"
         )
-    return kept
+    taps, bias = (_as_attention(layer, each) for each in convolution_weights(layer))
+    return LinearAttention(
+        taps=taps,
+        conv_bias=bias,
+        decay=Decay.SOFTPLUS,
+        rates=-torch.exp(layer.A_log.double()).float(),
+        step_bias=layer.dt_bias.float()[:, None].contiguous(),
+        skip=layer.D.float().contiguous(),
+        num_key_heads=layer.n_groups,
+        key_dim=layer.ssm_state_size,
+        row_size=layer.head_dim,
+        most_replaced=0,
+    )

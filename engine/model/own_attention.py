@@ -18,7 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.convolution_layers import run_short_convolution
-from quire.engine.model.delta_layers import run_delta_net
+from quire.engine.model.delta_layers import run_delta_net, run_kimi_delta_attention
+from quire.engine.model.lightning_layers import run_lightning_attention
 from quire.engine.model.llama4_layers import run_chunked_attention
 from quire.engine.model.mamba_layers import run_mamba
 
@@ -211,6 +212,7 @@ def _mpt(layer: Any, attend: Attend, hidden_states: Any, position_bias: Any, **_
 
 
 _REPLACEMENTS = {
+    "bailing_hybrid": _Replacement("BailingHybridDeltaAttention", "forward", run_kimi_delta_attention),
     "bamba": _Replacement("BambaMixer", "forward", run_mamba),
     "big_bird": _Replacement("BigBirdSelfAttention", "forward", _bert),
     "bloom": _Replacement("BloomAttention", "forward", _bloom),
@@ -222,6 +224,7 @@ _REPLACEMENTS = {
     "gpt_neox_japanese": _Replacement("GPTNeoXJapaneseAttention", "_attn", _from_heads),
     "gptj": _Replacement("GPTJAttention", "_attn", _from_heads),
     "granitemoehybrid": _Replacement("GraniteMoeHybridMambaLayer", "forward", run_mamba),
+    "kimi_linear": _Replacement("KimiLinearDeltaAttention", "forward", run_kimi_delta_attention),
     "lfm2": _Replacement("Lfm2ShortConv", "forward", run_short_convolution),
     "lfm2_moe": _Replacement("Lfm2MoeShortConv", "forward", run_short_convolution),
     "lfm3": _Replacement("Lfm3ShortConv", "forward", run_short_convolution),
@@ -229,6 +232,7 @@ _REPLACEMENTS = {
         "Llama4TextAttention", "forward", run_chunked_attention, needs_positions=True
     ),
     "megatron-bert": _Replacement("MegatronBertSelfAttention", "forward", _bert),
+    "minimax": _Replacement("MiniMaxLightningAttention", "forward", run_lightning_attention),
     "mpt": _Replacement("MptAttention", "forward", _mpt, needs_mask=True),
     "mvp": _Replacement("MvpAttention", "forward", _xglm),
     "nemotron_h": _Replacement("NemotronHMamba2Mixer", "forward", run_mamba),
@@ -247,5 +251,7 @@ _KINDS: dict[Callable[..., Any], frozenset[str]] = {
     run_mamba: frozenset({"linear_attention", "hybrid"}),
     run_chunked_attention: frozenset({"chunked_attention"}),
     run_delta_net: frozenset({"linear_attention"}),
+    run_kimi_delta_attention: frozenset({"linear_attention"}),
+    run_lightning_attention: frozenset({"linear_attention"}),
 }
 """What transformers calls the layers that a function replaces."""

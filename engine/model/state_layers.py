@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.kernels.cpu import rows
+from quire.kernels.cpu.linear_attention import ROWS, LinearAttention
+from quire.kernels.cpu.recurrence import LANES
 from quire.kernels.cpu.rows import Activation, Norm
 
 
-def check_layer(layer: Any, width: int, height: int, units: tuple[int, int]) -> None:
-    """Raise UnsupportedModelError for a layer whose state no kernel updates.
+def kept_weights(layer: Any, make: Callable[[Any], LinearAttention]) -> LinearAttention:
+    """Return the weights of a layer, which are made at its first call.
 
-    Args:
-        layer: the layer, with its convolution ``conv1d`` and the name of its ``activation``.
-        width, height: elements of a row of a head's state, and its rows.
-        units: numbers of which the width and the height must be multiples.
+    Raises:
+        UnsupportedModelError: no kernel updates its state.
     """
-    if layer.conv1d.weight.device.type != "cpu":
-        raise UnsupportedModelError("layers with a state run on the CPU only")
-    if layer.activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"its layers with a state use {layer.activation!r}, and not 'silu'")
-    if width % units[0] or height % units[1]:
-        raise UnsupportedModelError(
-            f"its states have {width} elements for each of {height} inputs of a head: "
-            f"these must be multiples of {units[0]} and {units[1]}"
-        )
+    kept: LinearAttention | None = getattr(layer, "recurrence", None)
+    if kept is None:
+        kept = make(layer)
+        if kept.rates.device.type != "cpu":
+            raise UnsupportedModelError("layers with a state run on the CPU only")
+        if kept.row_size % LANES or kept.key_dim % ROWS:
+            raise UnsupportedModelError(
+                f"the states of its layers have {kept.key_dim} rows of {kept.row_size} elements for each "
+                f"head: these must be multiples of {ROWS} and {LANES}"
+            )
+        layer.recurrence = kept
+    return kept
 
 
 def convolution_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the taps ``[num_taps, num_channels]`` and the bias of a layer's convolution, in float32."""
+    """Return the taps ``[num_taps, num_channels]`` and the bias of a layer's convolution, in float32.
+
+    Raises:
+        UnsupportedModelError: another activation than SiLU follows it.
+    """
+    if layer.activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"its layers with a state use {layer.activation!r}, and not 'silu'")
     conv = layer.conv1d
     bias = torch.zeros(conv.weight.shape[0]) if conv.bias is None else conv.bias
     return conv.weight[:, 0].T.float().contiguous(), bias.float().contiguous()
@@ -45,6 +55,7 @@ def gated_norm(
     *,
     group_size: int,
     is_gated_first: bool,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     """Multiply by the gate and normalize each group, or the other way round; all rows alike.
 
@@ -54,8 +65,9 @@ def gated_norm(
         dtype: the model's.
         group_size: values that are normalized together.
         is_gated_first: whether the norm comes after the gate.
+        activation: that of the gate.
     """
-    gate = rows.activation(gate, Activation.SILU)
+    gate = rows.activation(gate, activation)
     inputs = output * gate if is_gated_first else output
     groups = inputs.unflatten(-1, (-1, group_size))
     normed = rows.norm(groups, Norm.RMS, torch.ones(group_size), None, float(norm.variance_epsilon))

@@ -1,4 +1,4 @@
-"""What recurrences of layers on the CPU have in common: states in KV blocks, and a convolution of inputs.
+"""States in KV blocks, and the convolution of the inputs of layers with a state, on the CPU.
 
 The state after a block's last token stays in the block, and that of a sequence's last token lies in its last
 block. A state has rows of one length. Its last rows are the last inputs of the layer's convolution, which
@@ -8,7 +8,7 @@ like the recurrence itself runs token by token, in float32.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,37 +45,6 @@ class StatePlaces(NamedTuple):
     rows_per_part: int
     block_size: int
     first_row: int
-
-
-class Recurrence(Protocol):
-    """The weights of a layer with a state."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a state."""
-
-    @property
-    def row_size(self) -> int:
-        """Float32 numbers in each row."""
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs for each token."""
-
-    def advance(
-        self, inputs: torch.Tensor, steps: torch.Tensor, metadata: AttentionMetadata, places: StatePlaces
-    ) -> torch.Tensor:
-        """Update the states of a step's sequences, and return the outputs of their new tokens.
-
-        Args:
-            inputs: float32 ``[num_tokens, num_channels]``, the inputs of the convolution.
-            steps: float32 ``[num_tokens, n]``, what decides how much of the state a token replaces.
-            metadata: the step's sequences, with ``block_tables`` for each frame.
-            places: where the states lie.
-
-        Returns:
-            float32 ``[num_tokens, num_outputs]``.
-        """
 
 
 PLACE_FIELDS = (

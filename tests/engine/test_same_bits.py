@@ -32,6 +32,8 @@ ARCHITECTURES = [
     "lfm2",
     "lfm3",
     "llama4",
+    "kimi_linear",
+    "minimax",
     *EXPERTS,
 ]
 

@@ -35,7 +35,7 @@ from tests.testing.tiny_models import best_tokens, load_reference, make_random_m
 
 TinyModel = Callable[..., Path]
 Load = Callable[[str], LoadedModel]
-each_kind = pytest.mark.parametrize("architecture", ["bamba", "qwen3_next"])
+each_kind = pytest.mark.parametrize("architecture", ["bamba", "qwen3_next", "kimi_linear", "minimax"])
 """A model with states of each kind."""
 
 
@@ -60,7 +60,7 @@ def test_states_take_the_place_of_layers_with_a_window(bamba: LoadedModel) -> No
         {"mamba_n_groups": 1},
         {"mamba_conv_bias": False, "mamba_proj_bias": True},
         {"mamba_d_head": 32, "mamba_n_heads": 4},
-        {"mamba_d_state": 48},
+        {"mamba_d_state": 20},
     ],
 )
 def test_other_sizes(tiny_model: TinyModel, sizes: dict[str, Any]) -> None:
@@ -96,6 +96,23 @@ def test_variants_of_olmo(tiny_model: TinyModel, variant: dict[str, Any]) -> Non
     check_tokens(tiny_model("olmo_hybrid", **variant))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("kimi_linear", {"linear_conv_kernel_dim": 2, "linear_head_dim": 48, "linear_num_heads": 2}),
+        ("kimi_linear", {"q_lora_rank": 96}),
+        ("bailing_hybrid", {"kda_safe_gate": False}),
+        ("bailing_hybrid", {"kda_lower_bound": -1.0, "head_dim": 32}),
+        ("minimax", {"head_dim": 16, "block_size": 7}),
+        ("minimax", {"hidden_act": "gelu"}),
+    ],
+)
+def test_variants_of_kimi_and_minimax(
+    architecture: str, tiny_model: TinyModel, values: dict[str, Any]
+) -> None:
+    check_tokens(tiny_model(architecture, **values))
+
+
 def check_tokens(folder: Path) -> None:
     engine = make_engine(load_model(str(folder), "float32", CPU), max_num_seqs=8, max_num_batched_tokens=20)
     prompt = make_prompt(70)
@@ -109,6 +126,7 @@ def check_tokens(folder: Path) -> None:
         ("bamba", {}),
         ("nemotron_h", {"time_step_min": 1e-9}),
         *((each, {}) for each in ("qwen3_next", "qwen3_5_text", "olmo_hybrid")),
+        *((each, {}) for each in ("kimi_linear", "bailing_hybrid", "minimax")),
     ],
 )
 def test_logprobs_are_near_those_of_transformers(
@@ -163,7 +181,11 @@ def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
 @pytest.mark.parametrize("is_swapped", [True, False])
 @pytest.mark.parametrize(
     ("architecture", "seed"),
-    [("bamba", 0), ("bamba", 2), ("bamba", 3), ("qwen3_next", 0), ("olmo_hybrid", 3)],
+    [
+        *(("bamba", seed) for seed in (0, 2, 3)),
+        *(("qwen3_next", 0), ("olmo_hybrid", 3)),
+        *(("kimi_linear", 0), ("bailing_hybrid", 2), ("minimax", 2)),
+    ],
 )
 def test_random_schedules(architecture: str, load: Load, seed: int, is_swapped: bool) -> None:
     check_random_schedule(load(architecture), seed, is_swapped=is_swapped)
@@ -199,10 +221,15 @@ def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyMo
     [
         ("bamba", {"time_step_limit": (0.1, 0.5)}, "limit their time steps"),
         ("bamba", {"hidden_act": "gelu"}, "and not 'silu'"),
-        ("bamba", {"mamba_d_state": 24}, "multiples of 16 and 4"),
+        ("bamba", {"mamba_d_state": 18}, "multiples of 4 and 16"),
+        ("bamba", {"mamba_d_head": 8, "mamba_n_heads": 16}, "multiples of 4 and 16"),
         ("nemotron_h", {"time_step_min": 0.01}, "limit their time steps"),
         ("qwen3_next", {"hidden_act": "gelu"}, "and not 'silu'"),
-        ("qwen3_next", {"linear_value_head_dim": 24}, "multiples of 16 and 4"),
+        ("qwen3_next", {"linear_value_head_dim": 24}, "multiples of 4 and 16"),
+        ("kimi_linear", {"hidden_act": "gelu"}, "and not 'silu'"),
+        ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound is 0.5"),
+        ("minimax", {"head_dim": 24}, "multiples of 4 and 16"),
+        ("minimax", {"sliding_window": 24}, "layers with a state beside layers with a window"),
     ],
 )
 def test_variants_that_are_refused(

@@ -71,6 +71,12 @@ _DELTA_NETS = {
     "linear_value_head_dim": 48,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+_KIMI_DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 48}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -151,6 +157,39 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("Qwen3_5TextConfig", _DELTA_NETS),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_DELTA_NETS, **_SHARED_EXPERT}),
     "olmo_hybrid": ("OlmoHybridConfig", _DELTA_NETS),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            **_LATENT,
+            **_KIMI_DELTA,
+            **_EXPERTS,
+            "q_lora_rank": None,
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+        },
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        {
+            **_LATENT,
+            **_KIMI_DELTA,
+            **_EXPERTS,
+            **_GROUPS,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "kda_lower_bound": -5.0,
+        },
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "block_size": 16,
+            "linear_attn_beta_factor": 0.7,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
     "gpt2": ("GPT2Config", _COMMON),
     "gpt_neox": ("GPTNeoXConfig", _COMMON),
     "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": 64}),
