@@ -7,12 +7,10 @@
 
 A head's state S has a row for each element of a key. The kinds differ in what decays, and in what they add:
 
-===========================================  ======================  ==================================
-gated delta net (arXiv 2412.06464)           d is a number           u = b (v - k (d S)), b = sigmoid(beta)
-Kimi delta attention (KDA, arXiv 2510.26692) d is one for each row   the same
-Mamba 2 (arXiv 2405.21060)                   d is a number           u = softplus(step + bias) v
-lightning attention (arXiv 2401.04658)       d is always the same    u = v
-===========================================  ======================  ==================================
+* gated delta nets (arXiv 2412.06464): d is a number, and u = b (v - k (d S)) with b = sigmoid(beta)
+* Kimi delta attention (KDA, arXiv 2510.26692): the same, with a d for each row
+* Mamba 2 (arXiv 2405.21060): d is a number, and u = softplus(step + bias) v
+* lightning attention (arXiv 2401.04658): d is the same for all tokens, and u = v
 
 Delta nets divide q and k by their lengths, and q also by √d. Each token's state follows from the one before
 it in one order of operations, in float32. So the bits do not depend on how a sequence was split into steps,
@@ -72,6 +70,8 @@ class Decay(IntEnum):
 
 ROWS = 4
 """Rows of a head's state whose sums run apart; a head has a multiple of them."""
+_WIDTH = 2 * LANES
+"""Columns of a state that are updated together."""
 _EPSILON = 1e-6
 """What transformers adds to the squared length of a query or a key."""
 _FIXED, _SOFTPLUS = int(Decay.FIXED), int(Decay.SOFTPLUS)
@@ -141,9 +141,11 @@ class LinearAttention(NamedTuple):
         decays = torch.empty((num_tokens, num_heads, num_decays))
         faded = torch.empty((num_tokens, num_heads, self.key_dim if num_decays > 1 else 0))
         num_sequences = metadata.block_tables.shape[1]
-        rows = torch.empty((num_sequences, num_heads, 2, self.key_dim), dtype=torch.int64)
+        rows = torch.empty((num_sequences, num_heads, 3, self.key_dim), dtype=torch.int64)
+        width = _WIDTH if num_tokens > num_sequences else 0
+        tiles = torch.empty((num_sequences, num_heads, self.key_dim, width))
         zeros = torch.zeros(self.row_size)
-        tensors = (steps, mixed, outputs, factors, decays, faded, rows, zeros)
+        tensors = (steps, mixed, outputs, factors, decays, faded, rows, tiles, zeros)
         weights = (self.rates, self.step_bias, self.skip)
         sizes = (num_tokens, num_channels, steps.shape[1], num_heads, self.num_key_heads, self.key_dim)
         numbers = (*sizes, num_decays, self.decay, self.most_replaced, 0)
@@ -161,7 +163,7 @@ class LinearAttention(NamedTuple):
 
 
 _FIELDS = (
-    *("steps", "mixed", "outputs", "factors", "decays", "faded", "rows", "zeros"),
+    *("steps", "mixed", "outputs", "factors", "decays", "faded", "rows", "tiles", "zeros"),
     *("rates", "step_bias", "skip"),
     *("num_tokens", "num_channels", "num_steps", "num_heads", "num_key_heads", "key_dim"),
     *("num_decays", "decay", "most_replaced", "next_task"),
@@ -361,7 +363,7 @@ def _advance_head(args: Any, sequence: int, head: int) -> None:
     first, num_new, start = new_tokens(args, sequence)
     for token in range(first, first + num_new):
         _set_factors(args, token, head)
-    shape = (args.num_sequences, args.num_heads, 2, args.key_dim)
+    shape = (args.num_sequences, args.num_heads, 3, args.key_dim)
     rows = carray(pointer(args.rows, np.int64), shape)[sequence, head]
     t = 0
     while t < num_new:
@@ -375,27 +377,31 @@ def _advance_head(args: Any, sequence: int, head: int) -> None:
                 rows[0, i] = args.zeros
             elif position % args.block_size == 0:
                 rows[0, i] = row_at(args, sequence, position - 1, row)
-        sources = args.rows + 16 * (sequence * args.num_heads + head) * args.key_dim
-        column = 0
-        while column < args.row_size:
-            width = min(args.row_size - column, 2 * LANES)
-            _advance_columns(args, head, column, width, first + t, end - t, sources)
-            column += width
+        for column in range(0, args.row_size, _WIDTH):
+            _advance_columns(args, sequence, head, column, first + t, end - t)
         t = end
 
 
 @exact
-def _advance_columns(
-    args: Any, head: int, column: int, width: int, token: int, num_new: int, sources: int
-) -> None:
-    """Update 16 or 32 columns over tokens of one block, the first of which is ``token``."""
+def _advance_columns(args: Any, sequence: int, head: int, column: int, token: int, num_new: int) -> None:
+    """Update 16 or 32 columns over tokens of one block, the first of which is ``token``.
+
+    Between the first token and the last one they lie in a tile. In a block, rows are a power of two apart for
+    most models, so they would displace each other from the processor's cache.
+    """
     keep_apart()
     factors = carray(pointer(args.factors, np.float32), (3, args.num_tokens, args.num_heads))
     skip = carray(pointer(args.skip, np.float32), (args.num_heads,))[head]
     num_keys, num_rows, num_decays = args.num_key_heads * args.key_dim, args.key_dim, args.num_decays
     key_head = head // (args.num_heads // args.num_key_heads)
     num_read = num_rows if args.most_replaced else 0
-    targets = sources + 8 * num_rows
+    state = sequence * args.num_heads + head
+    sources = args.rows + 24 * state * num_rows
+    targets, kept = sources + 8 * num_rows, sources + 16 * num_rows
+    if num_new > 1:
+        in_tile = carray(pointer(kept, np.int64), (num_rows,))
+        for i in range(num_rows):
+            in_tile[i] = args.tiles + 4 * ((state * num_rows + i) * _WIDTH - column)
     for at in range(token, token + num_new):
         row = at * args.num_heads + head
         query = args.mixed + 4 * (at * args.num_channels + key_head * num_rows)
@@ -405,11 +411,12 @@ def _advance_columns(
         output, decays = args.outputs + 4 * row * args.row_size, args.decays + 4 * row * num_decays
         vectors = (query, reader, key, value, output, decays)
         of_token = (factors[0, at, head], factors[1, at, head], factors[2, at, head], skip)
-        before = sources if at == token else targets
-        if width == LANES:
-            advance(before, targets, column, vectors, of_token, num_rows, num_read, num_decays, 1)
+        before = sources if at == token else kept
+        after = targets if at == token + num_new - 1 else kept
+        if args.row_size - column < _WIDTH:
+            advance(before, after, column, vectors, of_token, num_rows, num_read, num_decays, 1)
         else:
-            advance(before, targets, column, vectors, of_token, num_rows, num_read, num_decays, 2)
+            advance(before, after, column, vectors, of_token, num_rows, num_read, num_decays, 2)
 
 
 @cache
