@@ -169,12 +169,12 @@ class Checkpoint:
         return stand_in((packed.out_features, packed.in_features), dtype)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the shapes of tensors that are not quantized.
+        """Check the shapes of tensors that are neither quantized nor stored under other names.
 
         Raises:
             ModelFileError: a tensor has another one.
         """
-        for name in shapes.keys() - self._parts:
+        for name in shapes.keys() & self._headers.keys() - self._parts:
             if (stored := self._headers[name].shape) != shapes[name]:
                 raise self._wrong(name, f"has the shape {list(stored)} instead of {list(shapes[name])}")
 
