@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from quire.models.file_checks import ModelFileError, damaged, read_object
-from quire.models.gguf_folder import GGUF_NAME
+from quire.models.gguf_folder import GGUF_NAME, is_gguf
 from quire.models.safetensors_header import StoredTensor, read_safetensors
 from quire.models.source import GENERATION_CONFIG
+
+
+def check_local_model(source: str) -> None:
+    """Check a model as ``check_model_files`` does if it is a folder or a GGUF file; hub ids are not checked.
+
+    Raises:
+        OSError: as for ``check_model_files``.
+    """
+    if (path := Path(source)).is_dir():
+        check_model_files(path)
+    elif is_gguf(source) and path.is_file() and find_spec("gguf") is not None:
+        # Only the extra "gguf" installs what it needs; without it workers refuse the file.
+        from quire.models.gguf_header import read_header
+
+        read_header(path)
 
 
 def check_model_files(folder: Path) -> None:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from quire.engine.runner.processors import Core, read_cores, share_of_quota
 from quire.engine.weights.weights_file import WeightsFile, create_weights_file
-from quire.models.model_files import check_model_files
+from quire.models.model_files import check_local_model
 from quire.rpc.server import Draining
 from quire.services.local.child_processes import (
     KILL_SECONDS,
@@ -122,17 +122,16 @@ def local_launcher(config: LocalStackConfig, show: Callable[[Draining], None]) -
         show: called with the reports of a stopping worker about the requests that it waits for.
 
     Raises:
-        OSError: the model is a folder, and a file in it is missing or damaged.
+        OSError: a file of a model on this machine is missing or damaged.
     """
-    if (folder := Path(config.worker.model_path)).is_dir():
-        check_model_files(folder)  # Workers do so too, but only after seconds of imports.
+    check_local_model(config.worker.model_path)  # Workers do so too, but only after seconds of imports.
     from_image = fork_server(WORKER_MODULES)
     with (
         # A separate folder, so that killed workers leave no files.
-        TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True) as shared,
+        TemporaryDirectory(prefix="quire-pools-", ignore_cleanup_errors=True) as folder,
         stopped_at_end(config.worker.grace_seconds + KILL_SECONDS, show) as running,
     ):
-        launcher = LocalLauncher(running, from_image, shared)
+        launcher = LocalLauncher(running, from_image, folder)
         try:
             yield launcher
         finally:

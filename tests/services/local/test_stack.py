@@ -55,3 +55,16 @@ def test_damaged_weights_end_the_start_before_workers_load(
         local_stack(config, Console(quiet=True)),
     ):
         pass
+
+
+def test_a_damaged_gguf_file_ends_the_start_before_workers_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_launcher, "fork_server", never_opened)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03")
+    config = LocalStackConfig(worker=WorkerConfig(role="decode", model=str(tmp_path / "model.gguf")))
+    with (
+        pytest.raises(ModelFileError, match=r"model\.gguf has a damaged header"),
+        local_stack(config, Console(quiet=True)),
+    ):
+        pass
