@@ -13,6 +13,9 @@ class Kind(IntEnum):
     CONTENT = auto()
     CALL = auto()
 
+    # That of an enum hashes the member's name in Python, at each look-up by kind.
+    __hash__ = int.__hash__
+
 
 class Piece(NamedTuple):
     """The next part of an answer. All pieces, in order, divide the answer's tokens without gaps."""
