@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from enum import Enum, auto
@@ -60,7 +61,7 @@ class WorkerHealth:
         self._is_set_aside = False
         self._is_stalled = False
         self._is_draining = is_draining
-        self._failed_until = 0.0
+        self._failed_at = -math.inf
         self._may_be_stranger = False
 
     # --- what follows from the facts ----------------------------------------------------------------------
@@ -73,7 +74,7 @@ class WorkerHealth:
     @property
     def is_unhealthy(self) -> bool:
         """Whether it has a symptom or failed lately, so that other workers are preferred."""
-        return self.has_symptom or self._clock() < self._failed_until
+        return self.has_symptom or self._clock() < self._failed_at + PENALTY_SECONDS
 
     @property
     def has_symptom(self) -> bool:
@@ -155,7 +156,7 @@ class WorkerHealth:
     def failed(self) -> bool:
         """Record that it broke off, refused a call or vanished; return whether this sets it aside."""
         was_set_aside, self._is_set_aside = self._is_set_aside, True
-        self._failed_until = self._clock() + PENALTY_SECONDS
+        self._failed_at = self._clock()
         return not was_set_aside
 
     # --- probes -------------------------------------------------------------------------------------------
@@ -165,12 +166,16 @@ class WorkerHealth:
         self._num_unanswered = 0
         self._answered_at = max(self._answered_at, begin)
 
-    def returned(self) -> bool:
-        """Record that the worker itself answered a probe; return whether it was set aside until now."""
-        was_set_aside, self._is_set_aside = self._is_set_aside, False
-        if was_set_aside:
-            self._pulse.hear()
-        return was_set_aside
+    def returned(self, begin: float) -> bool:
+        """Record that the worker itself answered a probe; return whether it was set aside until now.
+
+        An answer to a probe that began before the last failure does not show that the worker is able again.
+        """
+        if not self._is_set_aside or begin < self._failed_at:
+            return False
+        self._is_set_aside = False
+        self._pulse.hear()
+        return True
 
     def probe_missed(self, begin: float) -> None:
         """Record that it did not answer a probe in time, and when the probe began."""

@@ -27,14 +27,15 @@ class Probing:
         trust: checks the proofs of the answers.
         silent_seconds: a worker that answers no probe for this long is gone.
         clock: returns the time in seconds.
-        on_answer: called with each answer of a worker, and the role that the worker had when it was asked.
+        on_answer: called with each answer of a worker, the role that it had when it was asked, and the time of
+            the question.
         on_gone: called with each worker that is gone, and the reason.
     """
 
     trust: ClusterTrust
     silent_seconds: float
     clock: Callable[[], float]
-    on_answer: Callable[[Worker, Probe, str], None]
+    on_answer: Callable[[Worker, Probe, str, float], None]
     on_gone: Callable[[Worker, str], None]
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class Probing:
         else:
             if not health.is_gone:
                 health.answered(begin)
-                self.on_answer(worker, probe, role)
+                self.on_answer(worker, probe, role, begin)
                 return probe
         return None
 

@@ -383,15 +383,15 @@ class WorkerSet:
         for notice in self._on_drain if is_draining else ():
             notice(worker)
 
-    def _hear_answer(self, worker: Worker, probe: Probe, role: str) -> None:
-        """Apply a worker's answer to a probe; ``role`` is the role it had when the probe was sent."""
+    def _hear_answer(self, worker: Worker, probe: Probe, role: str, begin: float) -> None:
+        """Apply a worker's answer to a probe that was sent at ``begin``, when the worker had ``role``."""
         if probe.info.epoch != worker.info.epoch:
             return
         self._set_stalled(worker, probe.info.is_stalled)
         # The answer may be older than a role that was learned while the probe was on its way.
         if worker.role == role:
             self.set_role(worker, probe.info.role)
-        if worker.health.returned():
+        if worker.health.returned(begin):
             _log.info("worker_answers", worker=worker.worker_id)
             self._mark(worker, worker.health.is_draining or probe.info.is_draining)
             self._tell_return(worker)

@@ -195,15 +195,19 @@ class HealthMachine(RuleBasedStateMachine):
 
     @rule(name=names, late=st.floats(0, 3), is_itself=st.booleans())
     def answer(self, name: str, late: float, is_itself: bool) -> None:
-        """Answer a probe; another process at the same address does not bring the worker back."""
-        health, model = self.known[name].health, self.models[name]
-        health.answered(self.now - late)
-        model.add("answered", self.now - late)
+        """Answer a probe.
+
+        Another process at the same address does not bring the worker back, nor a probe from before the failure.
+        """
+        health, model, begin = self.known[name].health, self.models[name], self.now - late
+        health.answered(begin)
+        model.add("answered", begin)
         if is_itself:
-            was_set_aside = model.is_set_aside
-            if was_set_aside:
+            returns = model.is_set_aside and begin >= model.last("failed")[1]
+            if returns:
                 model.end_silence()
-            assert self.happen(name, "returned") == was_set_aside
+                model.add("returned")
+            assert health.returned(begin) == returns
 
     @rule(name=names, late=st.floats(0, 2 * SILENT_SECONDS))
     def miss_a_probe(self, name: str, late: float) -> None:

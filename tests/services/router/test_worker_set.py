@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
@@ -176,7 +177,7 @@ async def test_a_revision_receives_once_it_is_complete_and_until_its_workers_lea
     old_p = workers.all()[0]
     old_p.health.failed()
     assert states() == ["old-p set aside", "old-d serving", "new-p waiting"], "capacity never goes to zero"
-    old_p.health.returned()
+    old_p.health.returned(time.monotonic())
     assert (await add("new-d", "decode"))[2:] == ["new-p serving", "new-d serving"]
     assert len(workers.receiving()) == 2
     old_p.health.reported_draining(True)
