@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -191,6 +191,7 @@ class IncrementalDecoder:
         self._window: list[int] = []
         self._shown = ""
         self._num_waiting = 0
+        self._before = self._window, self._shown, self._num_waiting
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take the next ids and return the text that became certain, as ``step`` does for each.
@@ -198,25 +199,20 @@ class IncrementalDecoder:
         Ids whose text has no U+FFFD are decoded together: they end with a whole character, and their text is
         that of their steps.
         """
+        self._before = self._window, self._shown, self._num_waiting
         text = self._feed(token_ids[:IDS_AT_ONCE])
         for start in range(IDS_AT_ONCE, len(token_ids), IDS_AT_ONCE):
             text += self._feed(token_ids[start : start + IDS_AT_ONCE])
         return text
 
-    def feed_each(self, token_ids: Sequence[int]) -> tuple[str, Callable[[], list[str]]]:
-        """Take the next ids; return their text, and a function that returns it as ``step`` divides it."""
-        before = self._window, self._shown, self._num_waiting
-        whole = self.feed(token_ids)
-
-        def divided() -> list[str]:
-            texts = list(map(self._tokenizer.text_of, token_ids))
-            # Most tokens have the same text everywhere.
-            if _REPLACEMENT not in whole and "".join(texts) == whole:
-                return texts
-            self._window, self._shown, self._num_waiting = before
-            return list(map(self.step, token_ids))
-
-        return whole, divided
+    def divide(self, token_ids: Sequence[int], text: str) -> list[str]:
+        """Return the text that the last call of ``feed`` returned for these ids, as ``step`` divides it."""
+        texts = list(map(self._tokenizer.text_of, token_ids))
+        # Most tokens have the same text everywhere.
+        if _REPLACEMENT not in text and "".join(texts) == text:
+            return texts
+        self._window, self._shown, self._num_waiting = self._before
+        return list(map(self.step, token_ids))
 
     def _feed(self, token_ids: Sequence[int]) -> str:
         tokenizer, skips = self._tokenizer, self._skip_special_tokens

@@ -134,9 +134,9 @@ def test_text_becomes_certain_no_later_with_several_ids(
     for start, end in pairwise(places):
         texts = list(map(in_turn.step, token_ids[start:end]))
         assert at_once.feed(token_ids[start:end]) == "".join(texts)
-        whole, divided = each.feed_each(token_ids[start:end])
+        whole = each.feed(token_ids[start:end])
         assert whole == "".join(texts)
-        assert divided() == texts
+        assert each.divide(token_ids[start:end], whole) == texts
 
 
 @pytest.mark.parametrize("skip", [True, False])

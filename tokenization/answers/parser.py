@@ -84,7 +84,8 @@ class AnswerParser:
         self._patterns = {kind: _pattern_of(tuple(words)) for kind, words in self._readers.items()}
         # What an ordinary token must not contain; all delimiters that are one token are among it.
         self._marked = {kind: _pattern_of((*words, *self._tokens)) for kind, words in self._readers.items()}
-        self._is_in_text = False
+        self._in_text: re.Pattern[str] | None = None
+        """Finds what may end the present text; None: the next text may begin a part."""
         self._begins_in_header = channels is not None and tail.endswith(channels.prompt_end)
         self._steps = self._run()
 
@@ -100,13 +101,18 @@ class AnswerParser:
         """
         return self.feed_all([(token_text, is_special)])
 
-    def feed_text(self, text: str, num_tokens: int) -> Piece | None:
-        """Return the piece of tokens that are not special, if their text only continues the present part.
+    def feed_text(self, text: str, num_tokens: int, special: str = "") -> Piece | None:
+        """Return the piece of some tokens if they only continue the present part.
 
         None: nothing was fed, since the text may contain a delimiter; ``feed_all`` then takes each token.
         There must be no stop strings.
+
+        Args:
+            text: that of the tokens that are not special.
+            special: that of the others, which is hidden if none of them is a delimiter.
         """
-        if not self._is_in_text or self._marked[self._writer.kind].search(text):
+        pattern = self._in_text
+        if pattern is None or pattern.search(text) or (special and pattern.search(special)):
             return None
         return self._writer.write_whole(text, num_tokens)
 
@@ -169,9 +175,9 @@ class AnswerParser:
             if cursor.at:
                 writer.write_text()
             if match and match[0] in readers:
-                self._is_in_text = False
+                self._in_text = None
                 return readers[match[0]], len(match[0])
-            self._is_in_text = writer.continues and not cursor.text
+            self._in_text = self._marked[writer.kind] if writer.continues and not cursor.text else None
             yield from cursor.more()
 
     def _read_region(self, read: _Reader, length: int) -> Reading[None]:

@@ -34,16 +34,16 @@ class DividingDecoder:
 
     def feed(self, token_ids: Sequence[int]) -> tuple[Fed, int]:
         """Take the next tokens, up to the one that completes a stop string, as ``StoppingDecoder`` does."""
-        (whole, divided), parser = self._decoder.feed_each(token_ids), self._parser
+        whole, parser = self._decoder.feed(token_ids), self._parser
         if token_ids and not self._has_stops and self._tokenizer.are_ordinary(token_ids):
             piece = parser.feed_text(whole, len(token_ids))
             if piece is not None:
                 self._pieces.append(piece)
                 return Fed(whole), len(token_ids)
-        texts = divided()
+        texts = self._decoder.divide(token_ids, whole)
         tokens = list(zip(texts, map(self._tokenizer.is_special, token_ids), strict=True))
         if not self._has_stops:
-            self._pieces += parser.feed_all(tokens)
+            self._pieces += self._fed(tokens)
             return Fed(whole), len(token_ids)
         for num_taken, (text, is_special) in enumerate(tokens, start=1):
             self._pieces += parser.feed(text, is_special=is_special)
@@ -52,6 +52,13 @@ class DividingDecoder:
                     self._pieces.append(Piece(Kind.CONTENT, parser.stop))
                 return Fed("".join(texts[:num_taken]), parser.stop), num_taken
         return Fed("".join(texts)), len(token_ids)
+
+    def _fed(self, tokens: Sequence[tuple[str, bool]]) -> list[Piece]:
+        """Return the pieces of tokens of which some may be special."""
+        shown = "".join(text for text, is_special in tokens if not is_special)
+        hidden = "".join(text for text, is_special in tokens if is_special)
+        piece = self._parser.feed_text(shown, len(tokens), hidden)
+        return self._parser.feed_all(tokens) if piece is None else [piece]
 
     def flush(self) -> Fed:
         """Return the text of an incomplete character, at the end of the tokens."""

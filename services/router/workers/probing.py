@@ -27,8 +27,7 @@ class Probing:
         trust: checks the proofs of the answers.
         silent_seconds: a worker that answers no probe for this long is gone.
         clock: returns the time in seconds.
-        on_answer: called with each answer of a worker, the role that it had when it was asked, and the time of
-            the question.
+        on_answer: called with each answer of a worker, and with its role and the time when it was asked.
         on_gone: called with each worker that is gone, and the reason.
     """
 

@@ -197,7 +197,7 @@ class HealthMachine(RuleBasedStateMachine):
     def answer(self, name: str, late: float, is_itself: bool) -> None:
         """Answer a probe.
 
-        Another process at the same address does not bring the worker back, nor a probe from before the failure.
+        One from before the failure, or by another process at the address, does not bring the worker back.
         """
         health, model, begin = self.known[name].health, self.models[name], self.now - late
         health.answered(begin)

@@ -517,9 +517,15 @@ def test_any_text_is_parsed_without_errors_and_alike_in_all_divisions(
     json.dumps(parsed(whole), ensure_ascii=False).encode()
 
 
-@given(st.sampled_from(ALL_FORMATS), texts, st.lists(st.integers(0, 20), max_size=4), st.booleans())
+@given(
+    st.sampled_from(ALL_FORMATS),
+    texts,
+    st.lists(st.integers(0, 20), max_size=4),
+    st.booleans(),
+    st.sets(st.integers(0, 20), max_size=3),
+)
 def test_tokens_that_only_continue_a_text_may_be_fed_together(
-    answer_format: AnswerFormat, parts: list[str], cuts: list[int], has_tokens: bool
+    answer_format: AnswerFormat, parts: list[str], cuts: list[int], has_tokens: bool, special: set[int]
 ) -> None:
     if has_tokens:
         answer_format = replace(answer_format, tokens=frozenset({"<think>", "</think>", "<|message|>", "</"}))
@@ -530,9 +536,12 @@ def test_tokens_that_only_continue_a_text_may_be_fed_together(
     expected: list[Piece] = []
     pieces: list[Piece] = []
     for start, end in pairwise(places):
-        tokens = [(text, False) for text in parts[start:end]]
+        tokens = [(parts[at], at in special) for at in range(start, end)]
         expected += one_by_one.feed_all(tokens)
-        fed = together.feed_text("".join(parts[start:end]), end - start)
+        shown, hidden = (
+            "".join(text for text, is_special in tokens if is_special is wanted) for wanted in (False, True)
+        )
+        fed = together.feed_text(shown, end - start, hidden)
         pieces += together.feed_all(tokens) if fed is None else [fed]
     assert [*pieces, *together.finish()] == [*expected, *one_by_one.finish()]
 
