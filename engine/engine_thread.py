@@ -23,7 +23,7 @@ from quire.engine.runner.lent_processors import LentProcessors
 from quire.engine.runner.step_clock import StepSeconds
 from quire.engine.runner.step_watch import TICK_SECONDS, StepWatch
 from quire.engine.sequences.schedule import Schedule
-from quire.engine.sequences.sequence import SequenceUpdate
+from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 
 T = TypeVar("T")
 Receive = Callable[[SequenceUpdate | Exception], None]
@@ -134,6 +134,16 @@ class EngineThread:
         self._deliver_failure(failure)
 
     # --- from the event loop ------------------------------------------------------------------------------
+
+    def check(self, prompt: Sequence) -> None:
+        """Raise an error for a request that can never run here, without waiting for the present step.
+
+        Raises:
+            RequestTooLongError: the request can never fit.
+            KvBudgetError: its KV budget cannot be kept.
+        """
+        # These checks read only limits, which never change.
+        self._engine.requests.checks.check(prompt)
 
     async def call(self, command: Callable[[Engine], T]) -> T:
         """Run a command on the engine between two steps and return its result.

@@ -44,6 +44,7 @@ class DecodeCalls:
             updates,
             phases,
         ):
+            parts.engine.check(sequence)
             promise = self._tickets.issue(sequence, request.sequence.attempt, updates)
             try:
                 # The engine accepts only between two steps. Meanwhile the prefill worker computes.

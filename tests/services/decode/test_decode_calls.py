@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from unittest.mock import Mock
 
+import pytest
+
+from quire.engine.errors import RequestTooLongError
 from quire.kvindex.kv_layout import KvLayout
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
+from quire.rpc.errors import InvalidArgument
 from quire.services.decode.calls import DecodeCalls
 from quire.services.decode.tickets import Tickets
 from quire.services.worker.parts import WorkerParts
@@ -23,7 +27,7 @@ class BusyEngine:
 
     def __init__(self) -> None:
         self.subscribe = self.unsubscribe = self.post = Mock()
-        self.is_subscribed = Mock(return_value=False)
+        self.is_subscribed, self.check = Mock(return_value=False), Mock()
         self.has_commands = asyncio.Event()
 
     async def call_back(self, command: object) -> None:
@@ -31,8 +35,10 @@ class BusyEngine:
         await asyncio.Event().wait()
 
 
-async def test_the_promise_does_not_wait_for_the_engine(make_parts: Callable[..., WorkerParts]) -> None:
-    engine = BusyEngine()
+def called(
+    make_parts: Callable[..., WorkerParts], engine: BusyEngine
+) -> AsyncGenerator[worker_pb2.DecodeResponse]:
+    """Call a decode worker, whose prompt another worker computes."""
     parts = make_parts(
         identity=Mock(vocab_size=100, layout=LAYOUT, root_hash=lambda scope: bytes(16)),
         address=lambda: "127.0.0.1:1",
@@ -47,10 +53,21 @@ async def test_the_promise_does_not_wait_for_the_engine(make_parts: Callable[...
         stopping=pb.StoppingParams(max_tokens=4),
     )
     request = worker_pb2.DecodeRequest(sequence=sequence, remote_prefill=True)
-    decoding = DecodeCalls(parts, tickets).decode(request, Mock(time_remaining=lambda: None))
+    return DecodeCalls(parts, tickets).decode(request, Mock(time_remaining=lambda: None))
+
+
+async def test_the_promise_does_not_wait_for_the_engine(make_parts: Callable[..., WorkerParts]) -> None:
+    decoding = called(make_parts, engine := BusyEngine())
     response = await asyncio.wait_for(anext(decoding), SECONDS)
     assert response.accepted.ticket.receiver_epoch == "epoch"
     going_on = asyncio.ensure_future(anext(decoding))
     await asyncio.wait_for(engine.has_commands.wait(), SECONDS)
     going_on.cancel()
     await asyncio.gather(going_on, return_exceptions=True)
+
+
+async def test_a_request_that_can_never_fit_gets_no_promise(make_parts: Callable[..., WorkerParts]) -> None:
+    engine = BusyEngine()
+    engine.check.side_effect = RequestTooLongError("too long")
+    with pytest.raises(InvalidArgument, match="token_ids: too long"):
+        await asyncio.wait_for(anext(called(make_parts, engine)), SECONDS)
