@@ -75,10 +75,18 @@ def wait_for_imports(context: Context) -> None:
     """Wait until the fork server has imported its modules. A signal may interrupt this, but not a start."""
     if context is not FROM_SCRATCH:
         process = context.Process()
-        # A signal must not interrupt the start either: the new process would find half of its arguments.
-        starter = threading.Thread(target=process.start, daemon=True)
-        starter.start()
-        starter.join()
+        has_started = threading.Event()
+
+        def start() -> None:
+            try:
+                process.start()
+            finally:
+                has_started.set()
+
+        # A signal must not interrupt the start, or the new process would find half of its arguments. The thread is
+        # not joined, since Python before 3.13 regards a thread as ended whose join a signal interrupts.
+        threading.Thread(target=start, daemon=True).start()
+        has_started.wait()
         process.join()
 
 

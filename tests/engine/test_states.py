@@ -192,11 +192,8 @@ def test_random_schedules(architecture: str, load: Load, seed: int, is_swapped: 
 
 
 def test_granite_without_states(tmp_path: Path) -> None:
-    """Ranks are refused for a reason that holds for it."""
     folder = make_random_model("granitemoehybrid", tmp_path, layer_types=["attention"] * 3)
     check_tokens(folder)
-    with pytest.raises(SettingError, match="has no plan to divide its layers"):
-        LLM(str(folder), dtype="float32", num_blocks=64, threads=1, tensor_parallel_size=2)
 
 
 def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyModel) -> None:

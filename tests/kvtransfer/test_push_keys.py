@@ -34,8 +34,9 @@ class Listener(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: Any) -> AsyncIterator[Any]:
         challenge = dict(context.invocation_metadata())[CHALLENGE_KEY]
         answer = answer_proof(self._secret, challenge, RECEIVER_EPOCH, self.address)
-        await context.send_initial_metadata(((ANSWER_KEY, answer),))
         try:
+            # The sender may end the call as soon as it has the answer.
+            await context.send_initial_metadata(((ANSWER_KEY, answer),))
             async for request in requests:
                 self.opened.append(request.open)
                 yield pb.PushResponse(refused=pb.PushRefused(status_code=9, message="seen"))
