@@ -83,8 +83,8 @@ def wait_for_imports(context: Context) -> None:
             finally:
                 has_started.set()
 
-        # A signal must not interrupt the start, or the new process would find half of its arguments. The thread is
-        # not joined, since Python before 3.13 regards a thread as ended whose join a signal interrupts.
+        # A signal must not interrupt the start, or the new process would find half of its arguments. Nothing
+        # joins the thread: if a signal interrupts a join, Python before 3.13 regards the thread as ended.
         threading.Thread(target=start, daemon=True).start()
         has_started.wait()
         process.join()
