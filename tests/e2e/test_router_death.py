@@ -148,10 +148,11 @@ def summary(deltas: list[Delta]) -> list[Any]:
     ]
 
 
-async def killed_stream(
-    routers: list[RouterProcess], prompt: list[int], kill_after: int, **options: Any
-) -> list[Delta]:
-    """Kill the router that serves the stream after some of its messages."""
+async def killed_stream(routers: list[RouterProcess], prompt: list[int], **options: Any) -> list[Delta]:
+    """Kill the router that serves the stream after its second message.
+
+    On a busy machine, a few messages may have the whole answer.
+    """
     deltas: list[Delta] = []
     # Calls begin at each router in turn: the first is the first in the list.
     async with (
@@ -160,7 +161,7 @@ async def killed_stream(
     ):
         async for delta in stream:
             deltas.append(delta)
-            if len(deltas) == kill_after:
+            if len(deltas) == 2:
                 routers[0].kill()
     return deltas
 
@@ -174,12 +175,12 @@ async def test_an_answer_survives_its_router(
     if kind != "json":
         options["ignore_eos"] = True
     if kind == "own seed":
-        deltas = await killed_stream(routers, prompt, 8, **options)
+        deltas = await killed_stream(routers, prompt, **options)
         assert len([token for delta in deltas for token in delta.token_ids]) == 400
         return
     async with AsyncClient(routers[1].address, timeout=60) as client:
         undisturbed = [delta async for delta in client.stream(prompt, **options)]
-    broken = await killed_stream(routers, prompt, 8, **options)
+    broken = await killed_stream(routers, prompt, **options)
     assert summary(broken) == summary(undisturbed)
     (usage,) = [delta.usage for delta in broken if delta.usage]
     assert usage.retries >= 1
