@@ -172,7 +172,7 @@ class Attempt:
             yield parts
 
     async def _accepted(self) -> worker_pb2.Accepted:
-        """Return D's acceptance of the sequence.
+        """Return D's acceptance: its promise to take P's blocks, or that it has computed the prompt itself.
 
         Raises:
             WorkerCallFailed: the call failed, or D sent something else first.

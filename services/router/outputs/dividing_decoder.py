@@ -35,7 +35,8 @@ class DividingDecoder:
     def feed(self, token_ids: Sequence[int]) -> tuple[Fed, int]:
         """Take the next tokens, up to the one that completes a stop string, as ``StoppingDecoder`` does."""
         whole, parser = self._decoder.feed(token_ids), self._parser
-        if token_ids and not self._has_stops and self._tokenizer.are_ordinary(token_ids):
+        is_ordinary = self._tokenizer.are_ordinary(token_ids)
+        if token_ids and not self._has_stops and is_ordinary:
             piece = parser.feed_text(whole, len(token_ids))
             if piece is not None:
                 self._pieces.append(piece)
@@ -43,7 +44,7 @@ class DividingDecoder:
         texts = self._decoder.divide(token_ids, whole)
         tokens = list(zip(texts, map(self._tokenizer.is_special, token_ids), strict=True))
         if not self._has_stops:
-            self._pieces += self._fed(tokens)
+            self._pieces += parser.feed_all(tokens) if is_ordinary else self._fed(tokens)
             return Fed(whole), len(token_ids)
         for num_taken, (text, is_special) in enumerate(tokens, start=1):
             self._pieces += parser.feed(text, is_special=is_special)
