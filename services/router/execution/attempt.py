@@ -167,6 +167,7 @@ class Attempt:
                 first = await self._first_token()
                 yield [first]
                 if first.finish_reason:
+                    self._calls.has_all_outputs = True
                     return
         async for parts in self._decoded(remaining_seconds):
             yield parts
@@ -248,6 +249,7 @@ class Attempt:
                 del self.group.answers[num_finished:]
                 num_left = 0
             if not num_left:
+                self._calls.has_all_outputs = True
                 await self._finish_calls()
             yield parts
             if not num_left:

@@ -72,6 +72,9 @@ class WorkerCalls:
 
     Each generated token is charged when the router learns of it, even if nothing reads the event.
 
+    Attributes:
+        has_all_outputs: whether no output is missing that a worker has generated; the caller sets it.
+
     Its queue of events has no limit, because a stream carries the outputs of many requests and must not wait
     for one of them. The maximum length of an answer limits it, and so does the time within which a client has
     to read.
@@ -85,8 +88,9 @@ class WorkerCalls:
         self._events: deque[Event] = deque()
         self._has_event = asyncio.Event()
         self._running: dict[str, _RunningCall] = {}
-        self._failed: list[Worker] = []
-        """Workers whose calls ended with an error and without the number of generated tokens."""
+        self._ended: list[Event] = []
+        """The ends of calls."""
+        self.has_all_outputs = False
         self._subscriptions: list[tuple[OutputReader, worker_pb2.OutputChannel]] = []
         self._next_worker: NextWorker | None = None
 
@@ -126,8 +130,7 @@ class WorkerCalls:
         event = self._events.popleft()
         if event.ends_call:
             self._running.pop(event.worker.worker_id)
-            if event.error is not None:
-                self._failed.append(event.worker)
+            self._ended.append(event)
         elif event.parts is not None and self._events and self._events[0].parts is not None:
             return self._joined(event.worker, event.parts)
         return event
@@ -171,8 +174,10 @@ class WorkerCalls:
             # Cancelling the call has the same effect, but the worker then cannot report its generated tokens.
             self._spawn(self._abort(each.worker))
         if not self._charge.is_repeated:
-            for worker in self._failed:
-                self._spawn(self._abort(worker))
+            for end in self._ended:
+                # A failed call did not say how much it generated. After another, outputs may be on their way.
+                if end.error is not None or not self.has_all_outputs:
+                    self._spawn(self._abort(end.worker))
         for reader, channel in self._subscriptions:
             reader.unsubscribe(channel)
         await asyncio.gather(*(each.pump for each in self._running.values()), return_exceptions=True)

@@ -119,6 +119,7 @@ async def test_each_call_keeps_its_order_and_has_one_end(setup: Setup) -> None:
         calls.start(b, Call(2, error))
         events = [await setup.next() for _ in range(7)]
         assert calls.num_running == 0
+        calls.has_all_outputs = True
     await asyncio.gather(*setup.spawned)
     assert (len(asked_nothing.aborts), len(asked.aborts)) == (0, 1), "only b did not say what it generated"
     assert [event[1:] for event in events if event[0] == "a"] == [
@@ -187,6 +188,7 @@ async def test_unfinished_calls_are_cancelled_and_aborted_at_the_end(setup: Setu
         calls.start(running, call)
         for _ in range(2):
             await setup.next()
+        calls.has_all_outputs = True
     assert call.is_cancelled
     await asyncio.gather(*setup.spawned)
     assert connection.aborts == [worker_pb2.AbortRequest(sequence_ids=["r"], attempt=3)]
@@ -234,6 +236,21 @@ async def test_tokens_are_charged_when_they_arrive_and_the_rest_when_the_call_is
         assert setup.charged == [2, 64]
     await asyncio.gather(*setup.spawned)
     assert sorted(setup.charged[2:]) == [3, 6]
+
+
+async def test_the_tokens_of_an_ended_call_are_charged_although_their_outputs_never_arrive(
+    setup: Setup,
+) -> None:
+    worker, connection = setup.worker("a")
+    connection.num_generated_tokens = 1600
+    async with setup.calls as calls:
+        calls.subscribe(worker)
+        calls.start(worker, Call(0))
+        connection.outputs.receive([AnswerPart([5] * 300)])
+        while not (await setup.event()).is_end:
+            pass
+    await asyncio.gather(*setup.spawned)
+    assert setup.charged == [300, 1300]
 
 
 async def test_a_stranger_cannot_charge_tokens(setup: Setup) -> None:
