@@ -10,14 +10,13 @@ from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.kvindex.memory_index import MemoryIndex, MemoryStore
 from quire.routing.demand import RoleState, Totals
 from quire.routing.elastic_roles import ElasticRoles
 from quire.routing.placement import PlannedPrompt, Planner, PolicyConfig, PullOutcome
 from quire.routing.policy import CandidateWorker
 from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks, Pulls
-from quire.simulator.block_cache import BlockCache, now
+from quire.simulator.block_cache import BlockCache
 from quire.simulator.calibration import Calibration, CalibrationError
 from quire.simulator.machine import Machine
 from quire.simulator.servers import Job, Server
@@ -89,14 +88,11 @@ class Simulation:
         self._calibration = calibration
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._names = count()
-        store = MemoryStore(clock=lambda: self.now)
-        self._index = MemoryIndex(store)
 
         shared = Machine() if config.is_one_machine else None
 
         def server(name: str, role: str) -> Server:
-            cache = BlockCache(name, role, calibration.num_blocks, store)
-            machine = shared or Machine()
+            cache, machine = BlockCache(calibration.num_blocks), shared or Machine()
             return Server(name, role, calibration, self, machine, cache, self._computed, self._finished)
 
         self._servers = {
@@ -158,8 +154,8 @@ class Simulation:
         block_tokens = self._calibration.block_tokens
         full = request.block_ids[: request.input_tokens // block_tokens]
         hashes = [block_id.to_bytes(8, "big") for block_id in full]
-        holdings = now(self._index.look_up(hashes))
-        cached = {holding.worker.worker_id: holding.num_blocks * block_tokens for holding in holdings}
+        published = {name: server.cache.num_published(hashes) for name, server in self._servers.items()}
+        cached = {name: number * block_tokens for name, number in published.items() if number}
         placement = self._planner.place(
             # A trace does not contain the limit on the length of the answer.
             PlannedPrompt(request.input_tokens, hashes, cached, max_output_tokens=sys.maxsize),

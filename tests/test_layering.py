@@ -43,7 +43,7 @@ ALLOWED: Mapping[str, set[str]] = {
         "settings",
         "tokenization",
     },
-    "simulator": {"client", "kvindex", "routing"},
+    "simulator": {"client", "routing"},
     "cli": {"client", "models", "routing", "sampling", "services", "settings", "simulator"},
 }
 # Each folder or file inside a large room, from the ground up, and what it may import inside that room.

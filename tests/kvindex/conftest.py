@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from quire.kvindex.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.memory_index import MemoryIndex, MemoryLease, MemoryStore
 
 
 class MemoryBackend:

@@ -23,11 +23,11 @@ from quire.kvindex.instrumented_index import (
     InstrumentedLease,
     PublisherMetrics,
 )
-from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.redis_index import RedisIndex, reader_client
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.manual_clock import ManualClock
+from tests.testing.memory_index import MemoryLease, MemoryStore
 from tests.testing.until import until
 
 HASHES = [bytes([index]) * 16 for index in range(4)]

@@ -17,9 +17,9 @@ from quire.kvindex.instrumented_index import (
     InstrumentedLease,
     PublisherMetrics,
 )
-from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.worker_record import WorkerRecord
+from tests.testing.memory_index import MemoryLease, MemoryStore
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
 

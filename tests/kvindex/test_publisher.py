@@ -12,11 +12,11 @@ from redis.exceptions import RedisError
 
 import quire.kvindex.publisher as publisher_module
 from quire.kvindex.index import IndexFullError
-from quire.kvindex.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from tests.testing.until import until
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 1200)]

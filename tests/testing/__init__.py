@@ -9,6 +9,7 @@
 * ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
 * ``until``: waiting for a condition that nothing announces.
 * ``rpc_errors``: the error of a gRPC call that must fail, and errors for scripted calls.
+* ``memory_index``: a prefix index without a server.
 * ``api_keys``: files with new keys of tenants.
 * ``transport_pair``: two workers that push and pull blocks over any transport.
 * ``decodes``: calls of a worker as a router makes them, and the worker's end of a decode.

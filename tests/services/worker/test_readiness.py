@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quire.kvindex.memory_index import MemoryLease, MemoryStore
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.worker_record import WorkerRecord
 from quire.rpc.server import GrpcServer, grpc_server
 from quire.services.worker.main import _report_readiness
 from quire.services.worker.state import WorkerState
+from tests.testing.memory_index import MemoryLease, MemoryStore
 from tests.testing.until import until
 
 SECONDS = 10.0

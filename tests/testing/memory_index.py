@@ -1,4 +1,4 @@
-"""The prefix index within one process: the simplest implementation of the contract, without a server."""
+"""A prefix index within one process: the simplest implementation of the contract, without a server."""
 
 from __future__ import annotations
 
