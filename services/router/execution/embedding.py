@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
@@ -13,7 +12,7 @@ from quire.routing.placement import Placement, PlannedPrompt
 from quire.routing.policy import receiving
 from quire.services.router.execution.attempt import Attempt
 from quire.services.router.execution.failures import WorkerCallFailed
-from quire.services.router.execution.generation import RETRY_BACKOFF_SECONDS, GenerationRun
+from quire.services.router.execution.generation import GenerationRun
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.execution.worker_choice import WorkerChoice
 from quire.services.router.outputs.answer_group import AnswerGroup
@@ -89,10 +88,8 @@ class EmbeddingRun(GenerationRun):
         Raises:
             ServiceError: the text cannot be served or cannot be completed.
         """
-        cluster, request, account = self._cluster, self._request, self._account
-        name, prompt = request.request_id, request.prompt_token_ids
-        sequence_id = f"{name}-{secrets.token_hex(4)}"
-        group = AnswerGroup(name, sequence_id, prompt, request.params, self._answers)
+        cluster, account = self._cluster, self._account
+        group = self._group()
         while True:
             try:
                 placement = await self._choice.choose(group, None)
@@ -106,8 +103,7 @@ class EmbeddingRun(GenerationRun):
                     async for _ in outputs:
                         return attempt.embedding
             except WorkerCallFailed as failure:
-                self._give_up_attempt(group, failure)
-                await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.num_failures)
+                await self._give_up_attempt(group, failure)
 
 
 async def run_all(

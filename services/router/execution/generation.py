@@ -126,11 +126,7 @@ class GenerationRun:
             # Converting thousands of tokens to text would block the event loop.
             await asyncio.to_thread(self._resume)
             self.usage.completion_tokens = sum(len(answer.token_ids) for answer in self._answers)
-        # Clients may choose the same id; a worker must never see it twice.
-        sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
-        group = AnswerGroup(
-            request.request_id, sequence_id, request.prompt_token_ids, request.params, self._answers
-        )
+        group = self._group()
         num_finished = sum(bool(answer.finish_reason) for answer in self._answers)
         stream = self._serve(group)
         if request.num_best is not None:
@@ -157,6 +153,14 @@ class GenerationRun:
                 yield response
                 if is_last:
                     return
+
+    def _group(self) -> AnswerGroup:
+        request = self._request
+        # Clients may choose the same id; a worker must never see it twice.
+        sequence_id = f"{request.request_id}-{secrets.token_hex(4)}"
+        return AnswerGroup(
+            request.request_id, sequence_id, request.prompt_token_ids, request.params, self._answers
+        )
 
     def _record_turn(self) -> None:
         prompt, answers = self._request.prompt_token_ids, self._answers
@@ -212,8 +216,7 @@ class GenerationRun:
                     yield response
                 if group.is_finished:
                     return
-                self._give_up_attempt(group, failure)
-                await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.num_failures)
+                await self._give_up_attempt(group, failure)
             except AttemptMoved as moved:
                 next_worker = moved.next_worker
                 group.attempt += 1
@@ -242,8 +245,8 @@ class GenerationRun:
         sequence.load.resident_tokens = placement.resident_tokens
         return sequence
 
-    def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
-        """Prepare the next attempt, or raise the error for the client if this attempt was the last.
+    async def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
+        """Wait before the next attempt, or raise the error for the client if this attempt was the last.
 
         A failure of the last worker does not count as a retry: the next attempt waits for a worker.
         """
@@ -261,12 +264,8 @@ class GenerationRun:
         self._account.record_failure(group, failure, is_last=is_last)
         request_id, num_emitted = group.request_id, self.usage.completion_tokens
         if is_suspect:
-            _log.error(
-                "request_suspected",
-                request_id=request_id,
-                sequence_id=group.sequence_id,
-                workers=",".join(death.worker.worker_id for death in group.deaths),
-            )
+            dead = ",".join(death.worker.worker_id for death in group.deaths)
+            _log.error("request_suspected", **group.names, workers=dead)
             raise suspected(request_id, len(group.deaths), num_emitted, group.num_failures) from failure
         if is_last:
             error = to_service_error(failure, request_id, num_emitted, group.num_failures)
@@ -279,6 +278,7 @@ class GenerationRun:
             raise error from failure
         self._choice.record_failure(failure.worker)
         group.attempt += 1
+        await asyncio.sleep(RETRY_BACKOFF_SECONDS * group.num_failures)
 
     def _remaining_seconds(self) -> float:
         remaining = self._deadline - self._cluster.clock()

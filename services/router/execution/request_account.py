@@ -125,9 +125,7 @@ class RequestAccount:
         is_clients = failure.code is grpc.StatusCode.INVALID_ARGUMENT
         (_log.debug if is_clients else _log.warning)(
             "attempt_failed",
-            request_id=group.request_id,
-            sequence_id=group.sequence_id,
-            attempt=group.attempt,
+            **group.names,
             worker=worker.worker_id,
             role=worker.role,
             code=code,

@@ -148,9 +148,7 @@ class WorkerChoice:
             metrics.prompt_tokens_predicted.inc(estimate.cached_tokens)
         _log.debug(
             "request_dispatched",
-            request_id=group.request_id,
-            sequence_id=group.sequence_id,
-            attempt=group.attempt,
+            **group.names,
             decode=decode.worker_id,
             decode_reason=placement.decode_reason,
             prefill=prefill.worker_id if prefill else "none",

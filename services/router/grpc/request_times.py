@@ -25,6 +25,10 @@ _FINISH_NAMES = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_LOGGED_COUNTS = (
+    *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+    *("blocks_shipped", "blocks_pulled", "retries"),
+)
 
 
 @dataclass(slots=True)
@@ -127,12 +131,7 @@ def _describe(
         tenant=tenant,
         outcome=outcome,
         seconds=seconds,
-        prompt_tokens=usage.prompt_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        blocks_shipped=usage.blocks_shipped,
-        blocks_pulled=usage.blocks_pulled,
-        retries=usage.retries,
+        **{name: getattr(usage, name) for name in _LOGGED_COUNTS},
     )
 
 

@@ -229,8 +229,7 @@ class Copies:
         self._metrics.moves.labels(result).inc()
         _log.info(
             f"answer_{result}",
-            sequence_id=group.sequence_id,
-            attempt=group.attempt,
+            **group.names,
             worker=attempt.decode.worker_id,
             to=target.worker_id,
             missing_blocks=sum(each.num_missing for each in copied),

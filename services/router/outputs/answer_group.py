@@ -54,6 +54,11 @@ class AnswerGroup:
     died_at: float = 0.0
 
     @property
+    def names(self) -> dict[str, object]:
+        """What names the group and its attempt in the log."""
+        return {"request_id": self.request_id, "sequence_id": self.sequence_id, "attempt": self.attempt}
+
+    @property
     def num_failures(self) -> int:
         """Number of earlier attempts that failed."""
         return self.attempt - self.num_moves
