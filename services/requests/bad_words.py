@@ -7,7 +7,7 @@ from functools import partial
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.services.server.parameters import check_at_most
+from quire.services.server.parameters import check_at_most, check_from_one
 from quire.tokenization.tokenizer import INLINE_ENCODE_CHARS, Tokenizer
 
 MAX_BAD_WORDS = 128
@@ -27,11 +27,11 @@ async def bad_words(
     check_at_most(MAX_BAD_WORDS, len(params.bad_word_token_ids), "sampling.bad_word_token_ids")
     words = [word.lstrip() for word in params.bad_words]
     for at, text in enumerate(words):
-        _check_length(f"sampling.bad_words[{at}]", len(text), "characters")
+        check_from_one(MAX_BAD_WORD_LENGTH, len(text), f"sampling.bad_words[{at}]", "characters")
     found: dict[tuple[int, ...], None] = dict.fromkeys(await _encoded(words, tokenizer) if words else ())
     for at, token_ids in enumerate(params.bad_word_token_ids):
         field = f"sampling.bad_word_token_ids[{at}]"
-        _check_length(field, len(token_ids.ids), "token ids")
+        check_from_one(MAX_BAD_WORD_LENGTH, len(token_ids.ids), field, "token ids")
         if (largest := max(token_ids.ids)) >= vocab_size:
             raise InvalidArgument(field, f"must be below {vocab_size}; got {largest}")
         found[tuple(token_ids.ids)] = None
@@ -43,8 +43,3 @@ async def _encoded(words: list[str], tokenizer: Tokenizer) -> list[tuple[int, ..
     encode = partial(tokenizer.encode_batch, variants, add_special_tokens=False)
     is_short = sum(map(len, variants)) <= INLINE_ENCODE_CHARS
     return list(map(tuple, encode() if is_short else await asyncio.to_thread(encode)))
-
-
-def _check_length(field: str, length: int, unit: str) -> None:
-    if not 1 <= length <= MAX_BAD_WORD_LENGTH:
-        raise InvalidArgument(field, f"must hold from 1 to {MAX_BAD_WORD_LENGTH} {unit}; got {length}")

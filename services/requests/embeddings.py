@@ -13,6 +13,7 @@ from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 from quire.services.requests.prompts import encode_text
 from quire.services.requests.served_model import ServedModel
 from quire.services.requests.validation import ValidRequest, find_adapter, validate
+from quire.services.server.parameters import check_from_one
 
 MAX_INPUTS = 2048
 
@@ -56,7 +57,7 @@ async def validate_embeddings(
 
 
 def _check_sizes(request: pb.EmbedRequest, model: ServedModel) -> None:
-    num_inputs, known = len(request.inputs), model.embedding
+    known = model.embedding
     if not known.size:
         problem = known.problem or "its workers do not know them"
         raise InvalidArgument("model", f"makes no embeddings: {problem}", reason="NO_EMBEDDINGS")
@@ -66,9 +67,7 @@ def _check_sizes(request: pb.EmbedRequest, model: ServedModel) -> None:
             f"must be absent, or a number of values that the model was trained for; got {request.dimensions}",
         )
     most = min(MAX_INPUTS, PUBLIC_MESSAGE_BYTES // (4 * (request.dimensions or known.size) + 16))
-    if not 1 <= num_inputs <= most:
-        limit = {"limit": str(most)}
-        raise InvalidArgument("inputs", f"must hold from 1 to {most}; got {num_inputs}", metadata=limit)
+    check_from_one(most, len(request.inputs), "inputs")
 
 
 async def _set_prompt(

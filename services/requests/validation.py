@@ -33,7 +33,7 @@ from quire.services.requests.division import Division, divide
 from quire.services.requests.prompts import check_token_ids, read_prompt
 from quire.services.requests.received_answers import check_received
 from quire.services.requests.served_model import ServedModel
-from quire.services.server.parameters import check_at_most, parameters_checked
+from quire.services.server.parameters import check_at_most, check_from_one, parameters_checked
 
 MAX_STOP_STRING_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
@@ -241,22 +241,12 @@ def _check_contradictions(params: SamplingParams, generation: pb.Generation, mod
 
 def _check_stop_strings(stop_strings: Sequence[str]) -> None:
     for at, stop in enumerate(stop_strings):
-        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
-            raise InvalidArgument(
-                f"stopping.stop_strings[{at}]",
-                f"must hold from 1 to {MAX_STOP_STRING_CHARS} characters; got {len(stop)}",
-            )
+        check_from_one(MAX_STOP_STRING_CHARS, len(stop), f"stopping.stop_strings[{at}]", "characters")
 
 
 def _check_format(output_format: OutputFormat, field: str, generation: pb.Generation) -> None:
     """Check the size of a format and what contradicts it; only the workers have the compiler for the rest."""
-    num_bytes = len(output_format.text.encode())
-    if not 1 <= num_bytes <= MAX_FORMAT_BYTES:
-        raise InvalidArgument(
-            field,
-            f"must hold from 1 to {MAX_FORMAT_BYTES} bytes; got {num_bytes}",
-            metadata={"limit": str(MAX_FORMAT_BYTES)},
-        )
+    check_from_one(MAX_FORMAT_BYTES, len(output_format.text.encode()), field, "bytes")
     if generation.stopping.ignore_eos:
         raise InvalidArgument(
             "stopping.ignore_eos", "cannot go with a format, whose end is an end-of-sequence token"

@@ -32,3 +32,14 @@ def check_at_most(limit: int, number: int, field: str, unit: str = "") -> None:
     if number > limit:
         most = f"hold at most {limit} {unit}" if unit else f"be at most {limit}"
         raise InvalidArgument(field, f"must {most}; got {number}", metadata={"limit": str(limit)})
+
+
+def check_from_one(limit: int, number: int, field: str, unit: str = "") -> None:
+    """Refuse a field that is empty, or that holds more than ``limit`` items, or that many of a unit.
+
+    Raises:
+        InvalidArgument: names the field, the limit and the number.
+    """
+    if not 1 <= number <= limit:
+        problem = f"must hold from 1 to {f'{limit} {unit}'.rstrip()}; got {number}"
+        raise InvalidArgument(field, problem, metadata={"limit": str(limit)})

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from quire.protos import inference_pb2 as pb
-from quire.rpc.errors import InvalidArgument, ServiceError
+from quire.rpc.errors import ServiceError
+from quire.services.server.parameters import check_from_one
 
 MAX_BATCH_SIZE = 256
 
@@ -17,12 +18,7 @@ def check_batch_size(size: int) -> None:
     Raises:
         InvalidArgument: the size is out of range.
     """
-    if not 1 <= size <= MAX_BATCH_SIZE:
-        raise InvalidArgument(
-            "generations",
-            f"must hold from 1 to {MAX_BATCH_SIZE}; got {size}",
-            metadata={"limit": str(MAX_BATCH_SIZE)},
-        )
+    check_from_one(MAX_BATCH_SIZE, size, "generations")
 
 
 async def batch_answers(
