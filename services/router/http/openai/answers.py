@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -27,13 +27,19 @@ E = TypeVar("E", Completion, ChatCompletionChunk)
 class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
     """A request to ``/v1/completions`` or ``/v1/chat/completions``."""
 
+    id_prefix: ClassVar[str]
     end_of_stream = b"data: [DONE]\n\n"
     is_read_only = False
     """Whether the client wants only its prompt's logprobs, so that no completion tokens are counted."""
 
     def __init__(self, body: B, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         super().__init__(body, model, name, turn)
-        self._created = int(time.time())
+        self._head: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{name}",
+            "created": int(time.time()),
+            "model": body.model or model.name,
+        }
+        """What the whole answer and all events begin with."""
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
     async def events(

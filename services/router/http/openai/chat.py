@@ -66,6 +66,7 @@ class _Answer:
 class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
     """A request to ``/v1/chat/completions``."""
 
+    id_prefix = "chatcmpl"
     resumes = "asked"
 
     def __init__(
@@ -153,21 +154,13 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest, ChatCompletionChunk]):
         return [*events, *(self._event([delta]) for delta in deltas)]
 
     def _event(self, choices: list[ChatDelta]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            id=f"chatcmpl-{self._name}",
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self.body.model or self._model.name,
-            choices=choices,
-        )
+        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices)
 
     def _whole(self, answers: Sequence[pb.GenerateResponse], usage: Usage) -> ChatCompletion:
         (answer,) = answers
         completion = ChatCompletion(
-            id=f"chatcmpl-{self._name}",
+            **self._head,
             object="chat.completion",
-            created=self._created,
-            model=self.body.model or self._model.name,
             choices=[self._choice(choice) for choice in answer.choices],
             usage=usage,
         )

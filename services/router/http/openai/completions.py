@@ -38,6 +38,8 @@ class _Prompt(NamedTuple):
 class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
     """A request to ``/v1/completions``."""
 
+    id_prefix = "cmpl"
+
     def __init__(self, body: CompletionRequest, model: ServedModel, name: str, turn: asyncio.Lock) -> None:
         super().__init__(body, model, name, turn)
         self.is_read_only = body.only_reads
@@ -110,13 +112,7 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
         return completion
 
     def _event(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(
-            id=f"cmpl-{self._name}",
-            object="text_completion",
-            created=self._created,
-            model=self.body.model or self._model.name,
-            choices=choices,
-        )
+        return Completion(**self._head, object="text_completion", choices=choices)
 
     def _choice(self, response: pb.GenerateStreamResponse) -> CompletionChoice:
         body, index = self.body, response.index
