@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.models.file_checks import ModelFileError
 from quire.protos import worker_pb2
@@ -96,18 +96,14 @@ def check_text_files(source: str, generation_config: GenerationConfig) -> None:
         _load_texts(source, generation_config)
 
 
-class _Texts(NamedTuple):
-    files: ModelFiles
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-    sampling_defaults: Mapping[str, Any]
-
-
-def _load_texts(source: str, generation_config: GenerationConfig) -> _Texts:
+def _load_texts(
+    source: str, generation_config: GenerationConfig
+) -> tuple[ModelFiles, Tokenizer, ChatTemplate | None, Mapping[str, Any]]:
+    """Return the tokenizer's files, what they describe, and the sampling defaults."""
     try:
         files = load_model_files(source)
         tokenizer, chat_template = Tokenizer.load(files.folder), ChatTemplate.load(files)
         defaults = sampling_defaults(files.folder) if generation_config == "auto" else {}
     except (ModelFileError, MissingTokenizerError) as error:
         raise BadFileError(f"cannot load the files of {source}: {error}") from error
-    return _Texts(files, tokenizer, chat_template, defaults)
+    return files, tokenizer, chat_template, defaults

@@ -231,14 +231,7 @@ async def _status(worker: Worker, state: str) -> pb.WorkerStatus:
 async def _load(worker: Worker) -> pb.WorkerLoad | None:
     if (load := await load_of(worker, CALL_SECONDS)) is None:
         return None
-    return pb.WorkerLoad(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_transferring=load.num_transferring,
-        free_blocks=load.free_blocks,
-        cached_blocks=load.cached_blocks,
-        used_blocks=load.used_blocks,
-    )
+    return pb.WorkerLoad(**{name: getattr(load, name) for name in pb.WorkerLoad.DESCRIPTOR.fields_by_name})
 
 
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)

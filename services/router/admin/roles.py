@@ -60,14 +60,6 @@ class RoleMetrics:
             self._pressure.labels(kind).set(share)
 
 
-@dataclass(frozen=True, slots=True)
-class LastChange:
-    """The latest change that this router has made by itself, and its time, a reading of the clock."""
-
-    change: RoleChange
-    at: float
-
-
 @dataclass(eq=False)
 class Roles:
     """Changes the roles of a router's workers.
@@ -84,7 +76,8 @@ class Roles:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._last: LastChange | None = None
+        self._last: tuple[RoleChange, float] | None = None
+        """The latest change that this router has made by itself, and its time, a reading of the clock."""
         self._changing = asyncio.Lock()
         """Allows one change at a time: two concurrent changes could remove the last decode worker."""
 
@@ -144,7 +137,7 @@ class Roles:
         except ServiceError as error:
             _log.warning("role_change_failed", worker=change.worker_id, role=change.role, error=error.message)
             return
-        self._last = LastChange(change, self.clock())
+        self._last = change, self.clock()
         _log.info(
             "role_changed",
             worker=change.worker_id,
@@ -161,7 +154,8 @@ class Roles:
         shares = f"TTFT {pressure.ttft:.0%}, TPOT {pressure.tpot:.0%}, blocks {pressure.room:.0%}"
         if self._last is None:
             return f"{shares} of the targets; no change yet"
-        change, age = self._last.change, self.clock() - self._last.at
+        change, at = self._last
+        age = self.clock() - at
         made = f"{change.worker_id} became {change.role} {age:.0f} s ago ({change.cause}: {change.details})"
         return f"{shares} of the targets; {made}"
 
