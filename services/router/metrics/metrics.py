@@ -118,23 +118,17 @@ class RouterMetrics:
         self._begin_at_zero()
 
     def _create_gauges(self) -> None:
-        self.requests_running = Gauge(
-            "quire_router_requests_running", "Requests accepted and not finished.", registry=self.registry
+        gauge = partial(Gauge, registry=self.registry)
+        self.requests_running = gauge("quire_router_requests_running", "Requests accepted and not finished.")
+        self.requests_waiting = gauge("quire_router_requests_waiting", "Requests that wait for a worker.")
+        self.request_bytes = gauge(
+            "quire_router_request_bytes", "Bytes of the requests under way, without the first 64 KiB of each."
         )
-        self.requests_waiting = Gauge(
-            "quire_router_requests_waiting", "Requests that wait for a worker.", registry=self.registry
-        )
-        self.request_bytes = Gauge(
-            "quire_router_request_bytes",
-            "Bytes of the requests under way, without the first 64 KiB of each.",
-            registry=self.registry,
-        )
-        self.workers = Gauge("quire_workers", "Live workers.", ["role"], registry=self.registry)
-        self.revision_workers = Gauge(
+        self.workers = gauge("quire_workers", "Live workers.", ["role"])
+        self.revision_workers = gauge(
             "quire_revision_workers",
             "Workers by revision, role and state; waiting: the revision lacks a worker of the other role.",
             ["revision", "role", "state"],
-            registry=self.registry,
         )
 
     def _create_times(self) -> None:
