@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as PlainCounter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +28,38 @@ SNAPSHOT_SECONDS = 5.0
 
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+_TIER_COUNTERS = {
+    "hits": (
+        "Blocks that prompts did not have to compute, by the tier that had them.",
+        "tier",
+        ("pool", "host", "disk"),
+    ),
+    "demotions": ("Evicted blocks, by the tier to which they moved.", "tier", ("host", "disk", "gone")),
+    "promotions": ("Blocks moved up, by the tier that had them.", "tier", ("host", "disk")),
+    "disk_errors": ("Files that could not be used.", "reason", ("read", "write", "truncated", "corrupt")),
+}
+"""Text, label and values of each count of ``CacheTiers``."""
+_GAUGES = {
+    "quire_requests_running": ("num_running", "Sequences in the running batch."),
+    "quire_requests_waiting": (
+        "num_waiting",
+        "Requests that wait for blocks or budget, including preempted ones.",
+    ),
+    "quire_requests_transferring": ("num_transferring", "Requests whose blocks another worker sends."),
+    "quire_requests_waiting_for_blocks": (
+        "num_waiting_for_blocks",
+        "Requests whose promised blocks are not free yet: their senders wait for credit.",
+    ),
+    "quire_prefill_backlog_tokens": ("backlog_tokens", "Prompt tokens that later steps must compute."),
+    "quire_kv_pinned_blocks": (
+        "num_pinned_blocks",
+        "Blocks held for other workers: finished prefills that are not released yet, and leases.",
+    ),
+    "quire_kv_oldest_pin_seconds": ("oldest_pin_seconds", "Age of the oldest pinned blocks."),
+}
+"""Field of ``EngineSnapshot`` and text of each gauge."""
 
 
 class StepMetrics:
@@ -66,40 +98,16 @@ class TierMetrics:
     """Metrics of the prefix cache in host memory and on disk."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, label: str, values: Iterable[str]) -> Counter:
-            made = Counter(f"quire_cache_tier_{name}_total", text, [label], registry=registry)
-            for value in values:
-                made.labels(value)
-            return made
-
         self._blocks = Gauge(
             "quire_cache_tier_blocks", "Cached blocks below the pool.", ["tier"], registry=registry
         )
         for tier in ("host", "disk"):
             self._blocks.labels(tier)
-        self._counters = {
-            "hits": counter(
-                "hits",
-                "Blocks that prompts did not have to compute, by the tier that had them.",
-                "tier",
-                ("pool", "host", "disk"),
-            ),
-            "demotions": counter(
-                "demotions",
-                "Evicted blocks, by the tier to which they moved.",
-                "tier",
-                ("host", "disk", "gone"),
-            ),
-            "promotions": counter(
-                "promotions", "Blocks moved up, by the tier that had them.", "tier", ("host", "disk")
-            ),
-            "disk_errors": counter(
-                "disk_errors",
-                "Files that could not be used.",
-                "reason",
-                ("read", "write", "truncated", "corrupt"),
-            ),
-        }
+        self._counters: dict[str, Counter] = {}
+        for name, (text, label, values) in _TIER_COUNTERS.items():
+            self._counters[name] = Counter(f"quire_cache_tier_{name}_total", text, [label], registry=registry)
+            for value in values:
+                self._counters[name].labels(value)
         self._counted = {name: PlainCounter[str]() for name in self._counters}
 
     def refresh(self, tiers: CacheTiers) -> None:
@@ -231,26 +239,10 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
         return family
 
     yield gauge("quire_engine_up", "1 if the engine answers between its steps.", float(now is not None))
-    yield gauge("quire_requests_running", "Sequences in the running batch.", now and now.num_running)
+    for name, (field, text) in _GAUGES.items():
+        yield gauge(name, text, now and getattr(now, field))
     yield gauge(
-        "quire_requests_waiting",
-        "Requests that wait for blocks or budget, including preempted ones.",
-        now and now.num_waiting,
-    )
-    yield gauge(
-        "quire_requests_transferring",
-        "Requests whose blocks another worker sends.",
-        now and now.num_transferring,
-    )
-    yield gauge(
-        "quire_requests_waiting_for_blocks",
-        "Requests whose promised blocks are not free yet: their senders wait for credit.",
-        now and now.num_waiting_for_blocks,
-    )
-    yield gauge(
-        "quire_prefill_backlog_tokens",
-        "Prompt tokens that later steps must compute.",
-        now and now.backlog_tokens,
+        "quire_kv_cache_usage_ratio", "Share of blocks in use.", now and now.blocks.used / sum(now.blocks)
     )
     blocks = GaugeMetricFamily("quire_kv_cache_blocks", "KV blocks by state.", labels=["state"])
     preemptions = CounterMetricFamily(
@@ -259,24 +251,7 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
     drafts = CounterMetricFamily(
         "quire_speculation_tokens", "Draft tokens, and those that were accepted.", labels=["kind"]
     )
-    if now is not None:
-        for kind, count in now.drafts._asdict().items():
-            drafts.add_metric([kind], count)
-        for state, count in now.blocks._asdict().items():
-            blocks.add_metric([state], count)
-        for kind, count in now.preemptions._asdict().items():
-            preemptions.add_metric([kind], count)
-    yield blocks
-    yield gauge(
-        "quire_kv_cache_usage_ratio", "Share of blocks in use.", now and now.blocks.used / sum(now.blocks)
-    )
-    yield gauge(
-        "quire_kv_pinned_blocks",
-        "Blocks held for other workers: finished prefills that are not released yet, and leases.",
-        now and now.num_pinned_blocks,
-    )
-    yield gauge(
-        "quire_kv_oldest_pin_seconds", "Age of the oldest pinned blocks.", now and now.oldest_pin_seconds
-    )
-    yield preemptions
-    yield drafts
+    for family, field in ((blocks, "blocks"), (preemptions, "preemptions"), (drafts, "drafts")):
+        for kind, count in getattr(now, field)._asdict().items() if now else ():
+            family.add_metric([kind], count)
+        yield family
