@@ -46,7 +46,6 @@ class PrefixIndex(Protocol):
             worker 2    a   b   c           Holding(worker 2, 3)
             worker 3        b   c           none: it lacks the first block
         """
-        ...
 
 
 class IndexLease(Protocol):
@@ -54,7 +53,6 @@ class IndexLease(Protocol):
 
     async def join(self, record: WorkerRecord) -> None:
         """Begin a lease with a new epoch, which invalidates everything that was published before."""
-        ...
 
     async def beat(self) -> None:
         """Renew the lease.
@@ -62,7 +60,6 @@ class IndexLease(Protocol):
         Raises:
             LeaseLostError: there is no lease to renew.
         """
-        ...
 
     async def publish(self, block_hashes: Sequence[bytes]) -> None:
         """Add blocks, parents before children.
@@ -71,16 +68,12 @@ class IndexLease(Protocol):
             LeaseLostError: the lease is gone.
             IndexFullError: the index is full; some of the first blocks may have been added.
         """
-        ...
 
     async def evict(self, block_hashes: Sequence[bytes]) -> None:
         """Remove blocks of this lease only, children before parents; also works after the lease has ended."""
-        ...
 
     async def sweep(self) -> int:
         """Visit some entries of all workers and remove the invalid ones; return how many were removed."""
-        ...
 
     async def leave(self) -> None:
         """End the lease and thus invalidate its entries, unless another process has taken over the lease."""
-        ...

@@ -10,11 +10,9 @@ class Sharer(Protocol):
 
     def advance(self) -> None:
         """Account for the work since the last call, at the pace of this time."""
-        ...
 
     def expect(self) -> None:
         """Schedule the end of the present work anew, at the present pace."""
-        ...
 
 
 class Machine:

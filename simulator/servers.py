@@ -23,7 +23,6 @@ class Timeline(Protocol):
 
     def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Schedule an action for a simulated time in seconds."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

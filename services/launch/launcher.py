@@ -54,33 +54,26 @@ class Launcher(Protocol):
     @property
     def host(self) -> str:
         """Address of this machine at which its workers reach Redis."""
-        ...
 
     @property
     def names(self) -> set[str]:
         """The workers that were started and have not ended after a stop."""
-        ...
 
     def start(self, configs: Mapping[str, WorkerConfig]) -> None:
         """Begin to start workers, given by name. Each causes an event later."""
-        ...
 
     def stop(self, name: str) -> None:
         """Ask a worker to finish its requests within its grace period and end; this causes an event later."""
-        ...
 
     def waitables(self) -> list[Waitable]:
         """Return the objects that become ready when there are events."""
-        ...
 
     @property
     def seconds(self) -> float | None:
         """Seconds after which ``events`` has work even if nothing becomes ready; None: it has none."""
-        ...
 
     def events(self) -> list[Event]:
         """Without waiting, do the work that is due, and return the events since the last call."""
-        ...
 
 
 class Mailbox(Generic[T]):

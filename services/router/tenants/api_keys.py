@@ -104,7 +104,6 @@ class Authenticator(Protocol):
         Raises:
             Unauthenticated: the headers carry no valid credentials.
         """
-        ...
 
 
 class NoKeys:

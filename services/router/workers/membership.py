@@ -31,7 +31,6 @@ class Membership(Protocol):
         Raises:
             MembershipLost: the source does not answer.
         """
-        ...
 
 
 class StaticMembership:
