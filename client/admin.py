@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import grpc
 
 from quire.client.channel import channel_options
+from quire.client.conversion import values_of
 from quire.client.errors import typed_errors
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 
+T = TypeVar("T")
 _LEVELS = {
     "debug": pb.LOG_LEVEL_DEBUG,
     "info": pb.LOG_LEVEL_INFO,
@@ -108,26 +109,18 @@ class AdminClient:
 
     def status(self) -> RouterStatus:
         """Return the workers that the router knows, and the tenants that have sent it requests."""
-        with typed_errors():
-            response = self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=self._timeout)
-        tenants = [
-            TenantStatus(each.name, each.num_requests, each.num_waiting, each.num_tokens)
-            for each in response.tenants
-        ]
-        workers = tuple(map(_to_status, response.workers))
-        return RouterStatus(workers, tuple(tenants), response.metrics_address)
+        response = self._call(self._stub.ListWorkers, pb.ListWorkersRequest())
+        tenants = tuple(TenantStatus(**values_of(TenantStatus, each)) for each in response.tenants)
+        return RouterStatus(tuple(map(_to_status, response.workers)), tenants, response.metrics_address)
 
     def drain(self, worker_id: str, *, undo: bool = False) -> None:
         """Make all routers send no new requests to a worker; with ``undo``, use it again."""
-        with typed_errors():
-            request = pb.DrainWorkerRequest(worker_id=worker_id, undo=undo)
-            self._stub.DrainWorker(request, timeout=self._timeout)
+        self._call(self._stub.DrainWorker, pb.DrainWorkerRequest(worker_id=worker_id, undo=undo))
 
     def change_role(self, worker_id: str, role: Literal["prefill", "decode"]) -> None:
         """Change a worker's role; its cache and its running requests remain, and new ones follow the role."""
-        with typed_errors():
-            request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
-            self._stub.ChangeWorkerRole(request, timeout=self._timeout)
+        request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
+        self._call(self._stub.ChangeWorkerRole, request)
 
     def scale(self, num_workers: Mapping[str, int], *, timeout: float = 600.0) -> Scaled:
         """Start or stop workers until each role has the given number.
@@ -138,10 +131,8 @@ class AdminClient:
             num_workers: number of workers by role, "prefill" or "decode"; other roles do not change.
             timeout: seconds to wait; the change goes on afterwards.
         """
-        with typed_errors():
-            response = self._stub.ScaleWorkers(
-                pb.ScaleWorkersRequest(num_workers=num_workers), timeout=timeout
-            )
+        request = pb.ScaleWorkersRequest(num_workers=num_workers)
+        response = self._call(self._stub.ScaleWorkers, request, timeout)
         return Scaled(list(response.started), list(response.left))
 
     def elastic_roles(self) -> str:
@@ -149,14 +140,12 @@ class AdminClient:
 
         Empty if the router does not change roles by itself.
         """
-        with typed_errors():
-            return str(self._stub.ListWorkers(pb.ListWorkersRequest(), timeout=self._timeout).elastic_roles)
+        return str(self._call(self._stub.ListWorkers, pb.ListWorkersRequest()).elastic_roles)
 
     def clear_caches(self, worker_ids: Sequence[str] = ()) -> Mapping[str, int]:
         """Make workers (by default all) forget cached blocks; return the number of blocks by worker."""
-        with typed_errors():
-            request = pb.ClearWorkerCachesRequest(worker_ids=worker_ids)
-            return dict(self._stub.ClearWorkerCaches(request, timeout=self._timeout).num_blocks)
+        request = pb.ClearWorkerCachesRequest(worker_ids=worker_ids)
+        return dict(self._call(self._stub.ClearWorkerCaches, request).num_blocks)
 
     def add_adapter(self, name: str, path: str, *, timeout: float = 600.0) -> str:
         """Load an adapter on every worker, or other weights under its name; return the weights' digest.
@@ -166,50 +155,29 @@ class AdminClient:
             path: its folder on the workers' machines, or hub id.
             timeout: seconds to wait.
         """
-        with typed_errors():
-            request = pb.AddAdapterRequest(name=name, path=path)
-            return str(self._stub.AddAdapter(request, timeout=timeout).digest)
+        request = pb.AddAdapterRequest(name=name, path=path)
+        return str(self._call(self._stub.AddAdapter, request, timeout).digest)
 
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter on every worker; the requests that use it go on."""
-        with typed_errors():
-            self._stub.RemoveAdapter(pb.RemoveAdapterRequest(name=name), timeout=self._timeout)
+        self._call(self._stub.RemoveAdapter, pb.RemoveAdapterRequest(name=name))
 
     def change_log_level(self, level: Literal["debug", "info", "warning", "error"]) -> list[str]:
         """Change the log level of the router and its workers; return the ids of the workers that did so."""
+        request = pb.ChangeLogLevelRequest(level=_LEVELS[level])
+        return list(self._call(self._stub.ChangeLogLevel, request).worker_ids)
+
+    def _call(self, method: Callable[..., T], request: object, timeout: float | None = None) -> T:
         with typed_errors():
-            request = pb.ChangeLogLevelRequest(level=_LEVELS[level])
-            return list(self._stub.ChangeLogLevel(request, timeout=self._timeout).worker_ids)
+            return method(request, timeout=self._timeout if timeout is None else timeout)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._channel.close()
 
 
 def _to_status(status: pb.WorkerStatus) -> WorkerStatus:
-    load = status.load
-    return WorkerStatus(
-        worker_id=status.worker_id,
-        role="prefill" if status.role == "prefill" else "decode",
-        address=status.address,
-        is_draining=status.is_draining,
-        num_requests=status.num_requests,
-        load=WorkerLoad(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_transferring=load.num_transferring,
-            used_blocks=load.used_blocks,
-            cached_blocks=load.cached_blocks,
-            free_blocks=load.free_blocks,
-        )
-        if status.HasField("load")
-        else None,
-        model=status.model,
-        metrics_address=status.metrics_address,
-        revision=status.revision,
-        is_waiting=status.is_waiting,
-    )
+    load = WorkerLoad(**values_of(WorkerLoad, status.load)) if status.HasField("load") else None
+    return WorkerStatus(**{**values_of(WorkerStatus, status), "load": load})

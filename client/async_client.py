@@ -6,23 +6,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
 from quire.client import conversion
-from quire.client.channel import channel_options, several_options
 from quire.client.errors import QuireError, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
-from quire.client.routers import Attempts, Routers
-from quire.client.tls import Tls, bearer
+from quire.client.router_client import RouterClient
+from quire.client.routers import Attempts
 from quire.client.types import Completion, Delta, Embeddings, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
-class AsyncClient:
+class AsyncClient(RouterClient):
     """Calls the routers at ``address``, one or several, from one event loop; is an async context manager.
 
     Calls begin at each router in turn. One that fails before an answer begins goes to another router. A
@@ -34,28 +32,7 @@ class AsyncClient:
     ``QuireError`` if the call fails; cancelling the task cancels the request.
     """
 
-    def __init__(
-        self,
-        address: str | Sequence[str] = "127.0.0.1:8500",
-        *,
-        timeout: float = 300.0,
-        api_key: str | None = None,
-        tls: Tls | None = None,
-    ) -> None:
-        self._timeout = timeout
-        self._metadata = bearer(api_key)
-        self._channels: list[grpc.aio.Channel] = []
-        options = [*channel_options(), *several_options(address)]
-
-        def connect(one: str) -> GenerationServiceStub:
-            if tls is None:
-                channel = grpc.aio.insecure_channel(one, options=options)
-            else:
-                channel = grpc.aio.secure_channel(one, tls.credentials(), options=[*options, *tls.options()])
-            self._channels.append(channel)
-            return GenerationServiceStub(channel)
-
-        self._routers = Routers(address, connect)
+    _grpc = grpc.aio
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
@@ -143,9 +120,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def _receive(
@@ -186,6 +161,3 @@ class AsyncClient:
                     )
             except QuireError as error:
                 await asyncio.sleep(attempts.pause_after(error))
-
-    def _deadline(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout

@@ -4,31 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, cast
 
 from google.protobuf.message import Message as ProtoMessage
 
+from quire.client import types
 from quire.client.errors import QuireError, ServerError, from_status, invalid_request
-from quire.client.types import (
-    Candidate,
-    Choice,
-    Completion,
-    Content,
-    Delta,
-    Embeddings,
-    FinishReason,
-    GenerationOptions,
-    Message,
-    ModelInfo,
-    Piece,
-    Prompt,
-    Reasoning,
-    TokenLogprobs,
-    ToolCall,
-    Usage,
-)
 from quire.protos import inference_pb2 as pb
 from quire.sampling.messages import EARLY_STOPPING
 
@@ -60,12 +43,12 @@ def _fields() -> dict[str, tuple[str, str]]:
         for path, message in _MESSAGES.items()
         for field in message.DESCRIPTOR.fields
     }
-    return {option: found[option] for option in GenerationOptions.__annotations__}
+    return {option: found[option] for option in types.GenerationOptions.__annotations__}
 
 
 _FIELDS = _fields()
 _FORMATS = ("json_schema", "regex", "grammar")
-_FINISH_REASONS: Mapping[int, FinishReason] = {
+_FINISH_REASONS: Mapping[int, types.FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
@@ -74,7 +57,7 @@ _TOOL_MODES = {"auto": pb.TOOL_MODE_UNSPECIFIED, "required": pb.TOOL_MODE_REQUIR
 _JSON_FIELDS = ("json_schema", "tools", "template_arguments")
 
 
-def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
+def to_generation(prompt: types.Prompt, options: types.GenerationOptions) -> pb.Generation:
     """Return the message that describes a generation.
 
     Raises:
@@ -98,7 +81,7 @@ def to_generation(prompt: Prompt, options: GenerationOptions) -> pb.Generation:
     return generation
 
 
-def to_outcome(response: pb.GenerateBatchResponse) -> Completion | QuireError:
+def to_outcome(response: pb.GenerateBatchResponse) -> types.Completion | QuireError:
     """Return the answer to one prompt of a batch, or its error."""
     if response.HasField("response"):
         return to_completion(response.response)
@@ -112,7 +95,7 @@ def to_outcome(response: pb.GenerateBatchResponse) -> Completion | QuireError:
     )
 
 
-def to_tokenize_request(prompt: str | Sequence[Message]) -> pb.TokenizeRequest:
+def to_tokenize_request(prompt: str | Sequence[types.Message]) -> pb.TokenizeRequest:
     """Return the message that asks for the token ids of a text or of a conversation."""
     request = pb.TokenizeRequest()
     _set_prompt(request, prompt)
@@ -126,7 +109,7 @@ def to_detokenize_request(token_ids: Iterable[int]) -> pb.DetokenizeRequest:
     return request
 
 
-def to_completion(response: pb.GenerateResponse) -> Completion:
+def to_completion(response: pb.GenerateResponse) -> types.Completion:
     """Return the completion in a response.
 
     Raises:
@@ -134,7 +117,7 @@ def to_completion(response: pb.GenerateResponse) -> Completion:
     """
     if not response.choices:
         raise ServerError("the response has no answer")
-    return Completion(
+    return types.Completion(
         choices=tuple(map(_to_choice, response.choices)),
         usage=_to_usage(response.usage),
         request_id=response.request_id,
@@ -143,11 +126,11 @@ def to_completion(response: pb.GenerateResponse) -> Completion:
     )
 
 
-def _to_choice(choice: pb.Choice) -> Choice:
+def _to_choice(choice: pb.Choice) -> types.Choice:
     reason = _FINISH_REASONS.get(choice.finish_reason)
     if reason is None:
         raise ServerError("the answer has no finish reason")
-    return Choice(
+    return types.Choice(
         index=choice.index,
         text=choice.text,
         token_ids=tuple(choice.token_ids),
@@ -159,20 +142,20 @@ def _to_choice(choice: pb.Choice) -> Choice:
     )
 
 
-def _to_piece(piece: pb.Piece) -> Piece:
+def _to_piece(piece: pb.Piece) -> types.Piece:
     match piece.WhichOneof("piece"):
         case "tool_call":
             call = piece.tool_call
-            return ToolCall(call.id, call.name, call.arguments, call.index, piece.num_tokens)
+            return types.ToolCall(call.id, call.name, call.arguments, call.index, piece.num_tokens)
         case "reasoning":
-            return Reasoning(piece.reasoning, piece.num_tokens)
+            return types.Reasoning(piece.reasoning, piece.num_tokens)
         case _:
-            return Content(piece.content, piece.num_tokens)
+            return types.Content(piece.content, piece.num_tokens)
 
 
-def to_delta(response: pb.GenerateStreamResponse) -> Delta:
+def to_delta(response: pb.GenerateStreamResponse) -> types.Delta:
     """Return one step of a streamed answer."""
-    return Delta(
+    return types.Delta(
         text=response.text,
         token_ids=tuple(response.token_ids),
         logprobs=_to_logprobs(response.logprobs),
@@ -203,32 +186,24 @@ def to_embed_request(texts: Sequence[str | Sequence[int]], **options: int | str 
     return request
 
 
-def to_embeddings(response: pb.EmbedResponse) -> Embeddings:
+def to_embeddings(response: pb.EmbedResponse) -> types.Embeddings:
     """Return the embeddings in a response."""
     vectors = tuple(tuple(each.values) for each in response.embeddings)
-    return Embeddings(vectors, _to_usage(response.usage), response.request_id)
+    return types.Embeddings(vectors, _to_usage(response.usage), response.request_id)
 
 
-def to_model_info(response: pb.GetModelInfoResponse) -> ModelInfo:
+def to_model_info(response: pb.GetModelInfoResponse) -> types.ModelInfo:
     """Return the description of the served model."""
-    return ModelInfo(
-        model=response.model,
-        max_model_len=response.max_model_len,
-        vocab_size=response.vocab_size,
-        eos_token_ids=tuple(response.eos_token_ids),
-        block_size=response.block_size,
-        num_prefill_workers=response.num_prefill_workers,
-        num_decode_workers=response.num_decode_workers,
-        sampling_defaults=dict(response.sampling_defaults),
-        adapters=tuple(response.adapters),
-    )
+    info = types.ModelInfo(**values_of(types.ModelInfo, response))
+    ids, names = tuple(info.eos_token_ids), tuple(info.adapters)
+    return replace(info, eos_token_ids=ids, adapters=names, sampling_defaults=dict(info.sampling_defaults))
 
 
-def _set_prompt(owner: pb.Generation | pb.TokenizeRequest | pb.EmbedInput, prompt: Prompt) -> None:
+def _set_prompt(owner: pb.Generation | pb.TokenizeRequest | pb.EmbedInput, prompt: types.Prompt) -> None:
     if isinstance(prompt, str):
         _set(owner, "text", prompt, "prompt")
     elif len(prompt) and isinstance(prompt[0], Mapping) and not isinstance(owner, pb.EmbedInput):
-        owner.chat.messages.extend(map(_to_chat_message, cast("Sequence[Message]", prompt)))
+        owner.chat.messages.extend(map(_to_chat_message, cast("Sequence[types.Message]", prompt)))
     elif not isinstance(owner, pb.TokenizeRequest):
         # Set the field even if the prompt is empty, so that the server reports the empty prompt.
         owner.token_ids.SetInParent()
@@ -237,14 +212,14 @@ def _set_prompt(owner: pb.Generation | pb.TokenizeRequest | pb.EmbedInput, promp
         raise invalid_request("prompt", "must be text or a conversation of at least one message")
 
 
-def _to_chat_message(message: Message) -> pb.ChatMessage:
+def _to_chat_message(message: types.Message) -> pb.ChatMessage:
     more: dict[str, Any] = dict(message)
     result = pb.ChatMessage()
     for name in ("role", "content"):
         if name not in more:
             raise invalid_request("prompt", f"a message has a role and a content, not {', '.join(message)}")
         _set(result, name, more.pop(name), "prompt")
-    if unknown := more.keys() - Message.__annotations__:
+    if unknown := more.keys() - types.Message.__annotations__:
         raise invalid_request("prompt", f"a message has no {', '.join(sorted(unknown))}")
     if "tool_calls" in message:
         more["tool_calls"] = list(map(_template_call, message["tool_calls"]))
@@ -253,7 +228,7 @@ def _to_chat_message(message: Message) -> pb.ChatMessage:
     return result
 
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
+def _template_call(call: types.ToolCall) -> dict[str, Any]:
     """Return a call in the form for chat templates, with the arguments as an object."""
     function = {"name": call.name, "arguments": json.loads(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}
@@ -280,13 +255,19 @@ def _set(owner: Any, field: str, value: Any, name: str) -> None:
         raise invalid_request(name, f"{value!r:.80} does not fit: {error}") from error
 
 
-def _to_usage(usage: pb.Usage) -> Usage:
-    counts = {each.name: getattr(usage, each.name) for each in fields(Usage)}
-    return Usage(**{**counts, "workers": tuple(usage.workers)})
+def _to_usage(usage: pb.Usage) -> types.Usage:
+    return types.Usage(**{**values_of(types.Usage, usage), "workers": tuple(usage.workers)})
 
 
-def _to_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def values_of(kind: Any, message: ProtoMessage) -> dict[str, Any]:
+    """Return the fields of a message that a dataclass has under the same names; it must have no others."""
+    return {each.name: getattr(message, each.name) for each in fields(kind)}
+
+
+def _to_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[types.TokenLogprobs, ...]:
     return tuple(
-        TokenLogprobs(each.logprob, tuple(Candidate(top.token_id, top.logprob) for top in each.top))
+        types.TokenLogprobs(
+            each.logprob, tuple(types.Candidate(top.token_id, top.logprob) for top in each.top)
+        )
         for each in messages
     )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
 from quire.client import conversion
-from quire.client.channel import channel_options, several_options
 from quire.client.errors import QuireError, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
-from quire.client.routers import Attempts, Routers
-from quire.client.tls import Tls, bearer
+from quire.client.router_client import RouterClient
+from quire.client.routers import Attempts
 from quire.client.types import Completion, Delta, Embeddings, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
-class Client:
+class Client(RouterClient):
     """Calls the routers at ``address``, one or several; is safe to share among threads, and is a context
     manager.
 
@@ -33,28 +31,7 @@ class Client:
     ``QuireError`` if the call fails.
     """
 
-    def __init__(
-        self,
-        address: str | Sequence[str] = "127.0.0.1:8500",
-        *,
-        timeout: float = 300.0,
-        api_key: str | None = None,
-        tls: Tls | None = None,
-    ) -> None:
-        self._timeout = timeout
-        self._metadata = bearer(api_key)
-        self._channels: list[grpc.Channel] = []
-        options = [*channel_options(), *several_options(address)]
-
-        def connect(one: str) -> GenerationServiceStub:
-            if tls is None:
-                channel = grpc.insecure_channel(one, options=options)
-            else:
-                channel = grpc.secure_channel(one, tls.credentials(), options=[*options, *tls.options()])
-            self._channels.append(channel)
-            return GenerationServiceStub(channel)
-
-        self._routers = Routers(address, connect)
+    _grpc = grpc
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerationOptions]
@@ -143,9 +120,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _receive(
@@ -186,6 +161,3 @@ class Client:
                     )
             except QuireError as error:
                 time.sleep(attempts.pause_after(error))
-
-    def _deadline(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout

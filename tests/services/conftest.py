@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import trustme
 
-from quire.client import async_client
+from quire.client import router_client
 from quire.client.channel import channel_options
 from quire.rpc import channels
 from quire.rpc import server as grpc_server
@@ -107,6 +107,6 @@ def hastened_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         grpc_server, "server_options", lambda *limits, **sharing: hasten(server_options(*limits, **sharing))
     )
-    monkeypatch.setattr(async_client, "channel_options", lambda: hasten(channel_options()))
+    monkeypatch.setattr(router_client, "channel_options", lambda: hasten(channel_options()))
     for module in (channels, worker):
         monkeypatch.setattr(module, "CHANNEL_OPTIONS", hasten(CHANNEL_OPTIONS))

@@ -1,0 +1,44 @@
+"""What the blocking and the asyncio client have in common: their channels, and what each call carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.client.channel import channel_options, several_options
+from quire.client.routers import Routers
+from quire.client.tls import Tls, bearer
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
+
+
+class RouterClient:
+    """Opens a channel to each router, with the functions of a module of gRPC."""
+
+    _grpc: Any
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = "127.0.0.1:8500",
+        *,
+        timeout: float = 300.0,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._metadata = bearer(api_key)
+        self._channels: list[Any] = []
+        options = [*channel_options(), *several_options(address)]
+
+        def connect(one: str) -> GenerationServiceStub:
+            if tls is None:
+                channel = self._grpc.insecure_channel(one, options=options)
+            else:
+                credentials = tls.credentials()
+                channel = self._grpc.secure_channel(one, credentials, options=[*options, *tls.options()])
+            self._channels.append(channel)
+            return GenerationServiceStub(channel)
+
+        self._routers = Routers(address, connect)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else timeout
