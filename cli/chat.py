@@ -29,11 +29,9 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="System message of the chat.")] = None,
     stats: options.Stats = False,
     sampling: SamplingOptions,
-    address: options.Address = options.DEFAULT_ADDRESS,
-    api_key: options.ApiKey = None,
+    connection: options.RouterConnection,
     encryption: options.ClientTls,
     model: options.ServedModel = None,
-    timeout: options.Timeout = 300.0,
 ) -> None:
     """Talk to the model. From a pipe, each line of stdin is one turn.
 
@@ -44,9 +42,8 @@ def chat(
 
     chosen: GenerationOptions = {**sampling.given(), "model": model}
     is_interactive = sys.stdin.isatty()
-    tls = encryption.files()
-    with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
-        conversation = Conversation(client, chosen, address, system, with_stats=stats)
+    with connection.client(Client, encryption.files()) as client:
+        conversation = Conversation(client, chosen, connection.address, system, with_stats=stats)
         if is_interactive:
             # Importing readline gives input() a line editor with history.
             import readline  # noqa: F401

@@ -81,11 +81,9 @@ def generate(
     sampling: SamplingOptions,
     answers: AnswerOptions,
     beam: BeamOptions,
-    address: options.Address = options.DEFAULT_ADDRESS,
-    api_key: options.ApiKey = None,
+    connection: options.RouterConnection,
     encryption: options.ClientTls,
     model: options.ServedModel = None,
-    timeout: options.Timeout = 300.0,
 ) -> None:
     """Continue one prompt and stream the answer to stdout; several answers are shown complete, by number."""
     from quire.client import Client, QuireError
@@ -93,13 +91,12 @@ def generate(
     text = _read_prompt(prompt)
     chosen: GenerationOptions = {**sampling.given(), **answers.given(), **beam.given(), "model": model}
     several = Answers() if answers.beam_width or (answers.n or 1) > 1 else None
-    tls = encryption.files()
-    with Client(address.split(","), timeout=timeout, api_key=api_key, tls=tls) as client:
+    with connection.client(Client, encryption.files()) as client:
         try:
             show = several.add if several else lambda delta: write(delta.text)
             answer = stream_answer(client, _to_prompt(text, chat, system), chosen, show)
         except QuireError as error:
-            fail(describe(error, address))
+            fail(describe(error, connection.address))
         except KeyboardInterrupt:
             write("\n")
             raise typer.Exit(INTERRUPTED) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,9 +13,11 @@ from quire.settings.setting import variable
 
 if TYPE_CHECKING:
     from quire.client import Tls
+    from quire.client.router_client import RouterClient
 
 DEFAULT_ADDRESS = "127.0.0.1:8500"
 CONNECTION = "Connection"
+C = TypeVar("C", bound="RouterClient")
 
 
 def option(flag: str, help: str, panel: str, **more: Any) -> Any:
@@ -39,20 +41,33 @@ def _several(text: str) -> str:
     return text
 
 
-Address = Annotated[
-    str,
-    option(
-        "--address",
-        "host:port of the router's public gRPC port; several routers are separated by commas.",
-        CONNECTION,
-        callback=_several,
-    ),
-]
-Timeout = Annotated[float, option("--timeout", "Deadline of an answer, in seconds.", CONNECTION, min=0.001)]
 ApiKey = Annotated[
     str | None,
     option("--api-key", "API key; better given by the variable.", CONNECTION, show_default=False),
 ]
+
+
+@dataclass(frozen=True)
+class RouterConnection:
+    """The options for a connection to a router; ``ClientTls`` has those that encrypt it."""
+
+    address: Annotated[
+        str,
+        option(
+            "--address",
+            "host:port of the router's public gRPC port; several routers are separated by commas.",
+            CONNECTION,
+            callback=_several,
+        ),
+    ] = DEFAULT_ADDRESS
+    api_key: ApiKey = None
+    timeout: Annotated[
+        float, option("--timeout", "Deadline of an answer, in seconds.", CONNECTION, min=0.001)
+    ] = 300.0
+
+    def client(self, kind: type[C], tls: Tls | None) -> C:
+        """Return a client of the chosen kind."""
+        return kind(self.address.split(","), timeout=self.timeout, api_key=self.api_key, tls=tls)
 
 
 @dataclass(frozen=True)

@@ -28,26 +28,22 @@ def serve(
         str | None,
         typer.Option("--compare", help="Second router, which takes turns with the first.", metavar="ADDRESS"),
     ] = None,
-    address: options.Address = options.DEFAULT_ADDRESS,
-    api_key: options.ApiKey = None,
+    connection: options.RouterConnection,
     encryption: options.ClientTls,
-    timeout: options.Timeout = 300.0,
 ) -> None:
     """Put load on a router, or on two in turns; print what its clients measured, then one line of JSON."""
     import asyncio
+    from dataclasses import replace
     from functools import partial
 
     from quire.cli.bench.report import to_json, to_table
     from quire.cli.bench.run import run_bench
     from quire.client import AsyncClient, QuireError
 
+    addresses = [connection.address] if compare is None else [connection.address, compare]
     try:
         tls = encryption.files()
-        addresses = [address] if compare is None else [address, compare]
-        connects = [
-            partial(AsyncClient, each.split(","), timeout=timeout, api_key=api_key, tls=tls)
-            for each in addresses
-        ]
+        connects = [partial(replace(connection, address=each).client, AsyncClient, tls) for each in addresses]
         summaries = asyncio.run(run_bench(config, connects))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
