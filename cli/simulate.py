@@ -53,16 +53,13 @@ def simulate(
     try:
         connect = partial(AsyncClient, costs.calibrate or "", api_key=api_key, tls=encryption.files())
         calibration = _calibration(costs, connect).scaled_blocks(requested.trace_block)
-        requests = requested.requests()
-        slo, configs = objective.slo(), cluster.configs(requested.seed)
-        if objective.find:
-            trials = _find(configs, calibration, requests, slo, objective.max_workers)
-        else:
-            trials = _compare(configs, calibration, requests, slo, plot)
+        requests, configs = requested.requests(), cluster.configs(requested.seed)
+        trials = _trials(configs, calibration, requests, objective, plot)
     except (CalibrationError, TraceError, NotWithinReach, OSError) as error:
         fail(str(error))
     except QuireError as error:
         fail(describe(error, costs.calibrate or ""))
+    slo = objective.slo()
     print_table(_table(trials, slo))
     kind = "find" if objective.find else "compare"
     typer.echo(json.dumps({"simulate": kind, **_summary(requests, requested.trace_block, slo, trials)}))
@@ -104,45 +101,31 @@ def _summary(
     }
 
 
-def _compare(
+def _trials(
     configs: dict[str, ClusterConfig],
     costs: Calibration,
     requests: list[TraceRequest],
-    slo: Slo,
+    objective: ObjectiveOptions,
     plot: Path | None,
 ) -> dict[str, Trial]:
-    from quire.simulator.capacity import Trial
+    """Try each policy on its cluster, or on the smallest one that meets the objective."""
+    from quire.simulator.capacity import Trial, smallest_cluster
     from quire.simulator.cluster import replay
     from quire.simulator.figures import figures, plot_policies
 
-    replays = {}
+    trials, outcomes, slo = {}, {}, objective.slo()
     with progress_bars() as progress:
         for name, config in configs.items():
-            task = progress.add_task(name, total=len(requests))
-            replays[name] = replay(config, costs, requests, partial(progress.advance, task))
+            task = progress.add_task(name, total=None if objective.find else len(requests))
+            advance = partial(progress.advance, task)
+            if objective.find:
+                trials[name] = smallest_cluster(config, costs, requests, slo, objective.max_workers, advance)
+            else:
+                replayed = replay(config, costs, requests, advance)
+                trials[name] = Trial(config.num_prefill, config.num_decode, figures(replayed, slo))
+                outcomes[name] = replayed.outcomes
     if plot is not None:
-        plot_policies({name: each.outcomes for name, each in replays.items()}, plot)
-    return {
-        name: Trial(configs[name].num_prefill, configs[name].num_decode, figures(each, slo))
-        for name, each in replays.items()
-    }
-
-
-def _find(
-    configs: dict[str, ClusterConfig],
-    costs: Calibration,
-    requests: list[TraceRequest],
-    slo: Slo,
-    max_workers: int,
-) -> dict[str, Trial]:
-    from quire.simulator.capacity import smallest_cluster
-
-    trials = {}
-    with progress_bars() as progress:
-        for name, config in configs.items():
-            task = progress.add_task(name, total=None)
-            on_trial = partial(progress.advance, task)
-            trials[name] = smallest_cluster(config, costs, requests, slo, max_workers, on_trial)
+        plot_policies(outcomes, plot)
     return trials
 
 
