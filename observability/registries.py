@@ -14,7 +14,7 @@ from quire.kvindex.circuit_breaker import CircuitBreaker
 from quire.kvindex.instrumented_index import IndexMetrics, PublisherMetrics
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvtransfer.metrics import TransferMetrics
-from quire.rpc.server import GrpcMetrics
+from quire.rpc.server import ErrorInterceptor
 from quire.services.router.admin.roles import RoleMetrics
 from quire.services.router.http.server import HttpMetrics
 from quire.services.router.metrics.metrics import RouterMetrics
@@ -102,7 +102,7 @@ def worker_registry() -> RecordingRegistry:
 def _add_common(registry: CollectorRegistry) -> None:
     LoopLagMetrics(registry)
     describe_readiness(registry, lambda: True)
-    GrpcMetrics(registry)
+    ErrorInterceptor(registry)
     ProcessCollector(registry=registry)
 
 

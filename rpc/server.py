@@ -201,7 +201,7 @@ async def grpc_server(
     remember_parents()
     server = grpc.aio.server(
         interceptors=[
-            ErrorInterceptor(GrpcMetrics(registry)),
+            ErrorInterceptor(registry),
             CallLimits(read_seconds, call_seconds),
             *interceptors,
             RequestIntake(memory=memory, checks_parts=checks_parts),
@@ -310,27 +310,20 @@ def _resolve(future: asyncio.Future[signal.Signals], number: signal.Signals) -> 
         future.set_result(number)
 
 
-class GrpcMetrics:
-    """Counts the calls that a server handled, by method and status."""
+class ErrorInterceptor(OwnCalls):
+    """Turns a ``ServiceError`` into its status with ``google.rpc.ErrorInfo``, and other errors into INTERNAL.
+
+    A call that ``end_call`` has ended gets the status of its error. The handlers must not be generators:
+    ``CallLimits`` writes the messages of streams. It also counts the calls.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.handled = Counter(
+        self._handled = Counter(
             "grpc_server_handled_total",
             "Calls that the server finished, by method and status code.",
             ["grpc_method", "grpc_code"],
             registry=registry,
         )
-
-
-class ErrorInterceptor(OwnCalls):
-    """Turns a ``ServiceError`` into its status with ``google.rpc.ErrorInfo``, and other errors into INTERNAL.
-
-    A call that ``end_call`` has ended gets the status of its error. The handlers must not be generators:
-    ``CallLimits`` writes the messages of streams.
-    """
-
-    def __init__(self, metrics: GrpcMetrics) -> None:
-        self._metrics = metrics
 
     def change(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
         """Return a handler that also turns the errors of the call's own handler into statuses."""
@@ -360,7 +353,7 @@ class ErrorInterceptor(OwnCalls):
             call.code = grpc.StatusCode.CANCELLED
             raise
         finally:
-            self._metrics.handled.labels(method, call.code.name).inc()
+            self._handled.labels(method, call.code.name).inc()
 
 
 class _Call:
@@ -396,20 +389,21 @@ def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serve
         else:
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise cannot_listen(host, port, _bind_problem(host, port)) from error
+        raise cannot_listen(host, port, bind_problem(host, port)) from error
     if not bound:
         raise cannot_listen(host, port, None)
     return bound
 
 
-def _bind_problem(host: str, port: int) -> OSError | None:
+def bind_problem(host: str, port: int) -> OSError | None:
     """Return the system's reason why an address cannot be bound, which gRPC does not report."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            # Connections that have just ended do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            probe.listen()
     except OSError as error:
         return error
     return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import resource
-import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.redis_index import OLDEST_REDIS, redis_version
 from quire.rpc.errors import BadFileError
+from quire.rpc.server import bind_problem
 from quire.services.doctor.machine import Finding
 
 if TYPE_CHECKING:
@@ -24,26 +24,16 @@ SPARE_FILES = 512
 def check_ports(host: str, ports: Mapping[str, int]) -> Iterator[Finding]:
     """Find out whether the ports with these names are free; 0 is a free one."""
     chosen = {name: port for name, port in ports.items() if port}
+    free = []
     for name, port in chosen.items():
-        if problem := _bind_problem(host, port):
+        if (error := bind_problem(host, port)) is None:
+            free.append(str(port))
+        else:
+            text = f"{name} {host}:{port}: {error.strerror or error}"
             remedy = f"end the process that listens there, or give another {name.partition(' ')[0]}"
-            yield Finding("problem", "port", f"{name} {host}:{port}: {problem}", remedy)
-    free = ", ".join(f"{port}" for port in chosen.values() if not _bind_problem(host, port))
+            yield Finding("problem", "port", text, remedy)
     if free:
-        yield Finding("ok", "port", f"free on {host}: {free}")
-
-
-def _bind_problem(host: str, port: int) -> str | None:
-    try:
-        kind, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            # Connections that have just ended do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+        yield Finding("ok", "port", f"free on {host}: {', '.join(free)}")
 
 
 def check_redis(url: str) -> Finding:

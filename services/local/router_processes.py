@@ -10,7 +10,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from quire.rpc.errors import ServiceError, cannot_listen
-from quire.rpc.server import tell_log
+from quire.rpc.server import bind_problem, tell_log
 from quire.services.launch.launcher import NotStarted, Started
 from quire.services.local.child_processes import (
     KILL_SECONDS,
@@ -103,16 +103,11 @@ def shared_ports(config: RouterConfig) -> Iterator[RouterConfig]:
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
     """Reserve a port that others may share. The socket gets no connection, since it does not listen."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            # Without SO_REUSEPORT, this fails even if another service shares its port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-        reserved = socket.socket(family, kind)
-    except OSError as error:
-        raise cannot_listen(host, port, error) from error
-    with reserved:
+    # Without SO_REUSEPORT, a port cannot be bound even if another service shares it.
+    if (problem := bind_problem(host, port)) is not None:
+        raise cannot_listen(host, port, problem) from problem
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             reserved.bind(address)
