@@ -202,10 +202,7 @@ class WorkerLease:
 
     async def sweep(self) -> int:
         """Visit the next entries of all workers and remove invalid ones; return how many were removed."""
-        keys, args = (
-            [SLOTS, LEASES, BLOCKS],
-            [self._sweep_cursor, SWEEP_KEYS],
-        )
+        keys, args = [SLOTS, LEASES, BLOCKS], [self._sweep_cursor, SWEEP_KEYS]
         with _malformed_answers():
             self._sweep_cursor, num_removed = await self._scripts["sweep"](keys=keys, args=args)
             return int(num_removed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import grpc
@@ -92,8 +91,8 @@ class BlockPull:
             self._renewing = asyncio.create_task(self._renew(pinned.expires_in_ms / 3000))
             try:
                 self._intake = await self._transports.choose(pinned.shared_pool)
-            except BaseException as error:
-                await self.__aexit__(type(error), error, error.__traceback__)
+            except BaseException:
+                await self.__aexit__()
                 raise
         return self
 
@@ -102,9 +101,7 @@ class BlockPull:
         """How the blocks are transferred; known when the context is entered."""
         return self._intake.transport
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         with self._in_use:
             if self._renewing is None:
                 return

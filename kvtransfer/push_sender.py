@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
 from time import perf_counter
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import grpc
@@ -118,9 +117,7 @@ class BlockPush:
         self._writing = asyncio.create_task(self._write_open())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         # This does nothing if the call has ended. Otherwise the receiver discards the push.
         self._call.cancel()
         self._reading.cancel()
@@ -167,7 +164,7 @@ class BlockPush:
             while not self._credit:
                 await self._next_credit()
             await self._writing
-            self._writing = self._start_write(message)
+            self._writing = asyncio.create_task(self._write(message))
             self._credit -= num_blocks
             self._num_left -= num_blocks
             self._num_sent += num_blocks
@@ -214,9 +211,6 @@ class BlockPush:
         self._credit += credit.num_blocks
         self._transport = agreed(self._transports, credit.transport)
         return credit.first_block
-
-    def _start_write(self, message: pb.PushRequest) -> asyncio.Task[None]:
-        return asyncio.create_task(self._write(message))
 
     async def _write_open(self) -> None:
         if self._open.shared_pool.keys:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count, islice
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import grpc
@@ -91,9 +90,7 @@ class ScaleServer(pb_grpc.AdminServiceServicer):
         self._is_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._server.stop(None).wait()
 
 

@@ -13,7 +13,6 @@ import time
 from contextlib import ExitStack, suppress
 from importlib.resources import files
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import redis
@@ -199,9 +198,7 @@ class RedisProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
 
