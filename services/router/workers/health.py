@@ -5,20 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from enum import Enum, auto
 
 from quire.services.router.workers.pulse import Pulse
 
 PENALTY_SECONDS = 2.0
 """Time for which a worker stays unhealthy after a failure."""
-
-
-class Presence(Enum):
-    """Whether a worker belongs to the router's workers."""
-
-    JOINED = auto()
-    LEFT = auto()
-    LOST = auto()
 
 
 class WorkerHealth:
@@ -52,7 +43,8 @@ class WorkerHealth:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_draining: bool = False) -> None:
         self._clock = clock
-        self._presence = Presence.JOINED
+        self._is_gone = False
+        self._is_lost = False
         self._pulse = Pulse()
         self._num_unanswered = 0
         self._unanswered_since = 0.0
@@ -127,12 +119,12 @@ class WorkerHealth:
     @property
     def is_gone(self) -> bool:
         """Whether it has left or is lost."""
-        return self._presence is not Presence.JOINED
+        return self._is_gone
 
     @property
     def is_lost(self) -> bool:
         """Whether its calls have ended because it was silent: new ones would never return."""
-        return self._presence is Presence.LOST
+        return self._is_lost
 
     def has_missed_probes(self, seconds: float) -> bool:
         """Return whether it has answered no probe for some seconds.
@@ -219,12 +211,9 @@ class WorkerHealth:
 
     def left(self) -> None:
         """Record that the worker has left the router; its running requests continue."""
-        self._end(Presence.LEFT)
+        self._is_gone = True
 
     def lost(self) -> None:
         """Record that it was silent for too long, so that it leaves the router and its calls end."""
-        self._end(Presence.LOST)
-
-    def _end(self, presence: Presence) -> None:
-        if self._presence is Presence.JOINED:
-            self._presence = presence
+        if not self._is_gone:
+            self._is_gone = self._is_lost = True
