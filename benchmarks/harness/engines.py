@@ -8,23 +8,17 @@ from typing import Any, cast
 
 import torch
 
-from quire.engine.engine import Engine, EngineParts
+from quire.engine.engine import Engine
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import AttentionCall, KvHeads
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
-from quire.engine.weights.loader import LoadedModel, load_model
+from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.block_hash import block_hash
-from quire.models.source import demo_model_path
 from quire.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-
-
-def load_demo() -> LoadedModel:
-    """Load the bundled model in float32."""
-    return load_model(str(demo_model_path()), "float32", CPU)
 
 
 def model_without_layers(max_position_embeddings: int, *, window: int | None = None) -> LoadedModel:
@@ -53,16 +47,12 @@ def make_engine(
     block_size: int = BLOCK_SIZE,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 512,
-    num_swap_blocks: int = 0,
-    **parts: Any,
 ) -> Engine:
-    """Return an engine with a pool of blocks, and with the named ``EngineParts``."""
+    """Return an engine with a pool of blocks."""
     shape = model.kv_shape(block_size)
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
-    if num_swap_blocks:
-        parts["swap_memory"] = KvMemory(shape, num_swap_blocks, CPU, is_pool=False)
     memory = KvMemory(shape, num_blocks, CPU)
-    return Engine(model, memory, limits, block_hash, None, EngineParts(**parts))
+    return Engine(model, memory, limits, block_hash)
 
 
 def as_sequence(index: int, prompt: list[int], params: SamplingParams) -> Sequence:

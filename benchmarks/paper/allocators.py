@@ -48,10 +48,6 @@ class BuddyAllocator:
         self._order_of[start] = order
         return start
 
-    def run_length(self, start: int) -> int:
-        """Return the slots of the run that begins at ``start``."""
-        return 1 << self._order_of[start]
-
     def free(self, start: int) -> None:
         """Free a run, and merge it with its buddy, and so on, as long as the buddy is free."""
         order = self._order_of.pop(start)

@@ -1,5 +1,7 @@
 """Measures the use of KV memory under load, and how many requests fit (the paper's figures 2 and 13).
 
+    python -m quire.benchmarks.paper.memory_use --out benchmarks/results/paper
+
 The pool has the 15.7 thousand token slots of the paper's OPT-13B on one A100. All requests wait from the
 start. Steps are measured after the first quarter of the requests has ended, while any request waits. quire's
 figures are from its engine with the real scheduler, block pool and block tables. Only the forward pass is
@@ -9,16 +11,19 @@ requests.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
+from typing import Annotated
 
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from quire.benchmarks.harness.engines import as_sequence, make_engine, model_without_layers
+from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
 from quire.benchmarks.paper.allocators import baselines
 from quire.benchmarks.paper.fragmentation import EMPTY, Load, SlotUse, account, is_steady, simulate
-from quire.benchmarks.paper.report import Result, progress
 from quire.benchmarks.paper.workload import ALPACA, MAX_LENGTH, SHAREGPT, Request
 from quire.engine.engine import Engine
 from quire.engine.sequences.schedule import Schedule
@@ -45,6 +50,13 @@ PAPER_RUNNING = {
     },
 }
 """Requests in a batch in figure 13, at 2 and 30 requests a second; here the queue is full instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    quick: Annotated[bool, "fewer requests: less than a minute, rougher"] = False
 
 
 class MeasuringRunner:
@@ -112,15 +124,18 @@ def measure_engine(requests: list[Request], num_slots: int, block_size: int) -> 
     return runner.load
 
 
-def run(*, quick: bool) -> Result:
+@program
+def main(options: Options) -> Report:
     """Measure every allocator on both data sets."""
+    sizes = (300, 2000) if options.quick else (1000, 6000)
     loads: dict[str, dict[str, Load]] = {}
-    for lengths, num_requests in ((SHAREGPT, 300 if quick else 1000), (ALPACA, 2000 if quick else 6000)):
+    for lengths, num_requests in zip((SHAREGPT, ALPACA), sizes, strict=True):
         requests = lengths.draw(num_requests)
         of = loads[lengths.name] = {}
         for name, admission in baselines(NUM_SLOTS, MAX_LENGTH).items():
             of[name] = simulate(admission, requests, NUM_SLOTS)
-        for block_size in progress(BLOCK_SIZES, f"memory use, {lengths.name}"):
+        for block_size in BLOCK_SIZES:
+            show_progress(f"{lengths.name}: blocks of {block_size}")
             of[f"quire, block {block_size}"] = measure_engine(requests, NUM_SLOTS, block_size)
     rows = [
         {
@@ -146,15 +161,17 @@ def run(*, quick: bool) -> Result:
         "at once": "{running:.1f}",
         "paper": "{paper_running:.1f}",
     }
-    return Result(
-        table("KV memory by use, and requests at once, under a full queue", rows, columns),
-        f"{NUM_SLOTS} token slots; the real scheduler and block pool without a forward pass.",
-        lambda axes: _draw(axes, loads),
+    title = f"KV memory by use, and requests at once, under a full queue: {NUM_SLOTS} token slots"
+    return Report(
+        [table(title, rows, columns)],
         {"num_slots": NUM_SLOTS, "rows": rows},
+        {"memory_use.png": _draw(loads)},
     )
 
 
-def _draw(axes: Axes, loads: dict[str, dict[str, Load]]) -> None:
+def _draw(loads: dict[str, dict[str, Load]]) -> Figure:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     bars = [(f"{name}\n{data}", load) for data, of in loads.items() for name, load in of.items()]
     names = [name for name, _ in bars]
     left = [0.0] * len(bars)
@@ -166,3 +183,8 @@ def _draw(axes: Axes, loads: dict[str, dict[str, Load]]) -> None:
     axes.tick_params(axis="y", labelsize=6)
     axes.set_xlabel("percent of the pool's slots")
     axes.legend(fontsize=7, loc="upper center", ncols=len(SlotUse._fields), bbox_to_anchor=(0.5, -0.12))
+    return figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Makes requests with the lengths of the paper's two data sets, their times of arrival, and their prompts.
+"""Makes requests with the lengths of the paper's two data sets.
 
 The paper publishes only the means: ShareGPT 161 input and 338 output tokens, Alpaca 19 and 58. Lengths are
 sampled from log-normal distributions, with those means after truncation at the model's maximum; the widths
@@ -7,16 +7,10 @@ are assumptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
-
-from quire.models.notes import ITEMS, sample_notes, text
-from quire.models.source import demo_model_path
 
 MAX_LENGTH = 2048
 """Tokens of the longest sequence, as in the paper's OPT models."""
@@ -36,25 +30,17 @@ class Lengths:
     Attributes:
         means: mean input and output tokens.
         sigmas: standard deviations of their logarithms.
-        max_length: most input and output tokens of a request together.
     """
 
     name: str
     means: tuple[float, float]
     sigmas: tuple[float, float]
-    max_length: int = MAX_LENGTH
-
-    def scaled(self, factor: float) -> Lengths:
-        """Return the same data set with all lengths multiplied."""
-        inputs, outputs = self.means
-        means = (inputs * factor, outputs * factor)
-        return Lengths(self.name, means, self.sigmas, int(self.max_length * factor))
 
     def draw(self, num_requests: int, seed: int = 0) -> list[Request]:
         """Return requests, which depend only on the arguments."""
         random = np.random.default_rng(seed)
         inputs, outputs = (
-            _cut_log_normal(random.standard_normal(num_requests), mean, sigma, self.max_length // 2)
+            _cut_log_normal(random.standard_normal(num_requests), mean, sigma, MAX_LENGTH // 2)
             for mean, sigma in zip(self.means, self.sigmas, strict=True)
         )
         return [Request(int(a), int(b)) for a, b in zip(inputs, outputs, strict=True)]
@@ -75,27 +61,3 @@ def _cut_log_normal(normal: np.ndarray, mean: float, sigma: float, longest: int)
 
 SHAREGPT = Lengths("ShareGPT-like", (161.0, 338.0), (1.2, 0.9))
 ALPACA = Lengths("Alpaca-like", (19.0, 58.0), (0.6, 0.9))
-
-
-def poisson_arrivals(num_requests: int, rate: float) -> list[float]:
-    """Return the seconds at which requests arrive, ``rate`` of them a second on average."""
-    gaps = np.random.default_rng(0).exponential(1.0, num_requests)
-    return [float(second) for second in np.cumsum(gaps) / rate]
-
-
-Prompts = Callable[[int, int], list[int]]
-"""Returns the tokens of a prompt of a given length, with a seed."""
-
-
-def make_prompts() -> Prompts:
-    """Return a function that makes prompts: notes in the demo model's language, truncated to the length."""
-    tokenizer = Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
-
-    def prompt(length: int, seed: int) -> list[int]:
-        random, tokens = Random(seed), list[int]()
-        while len(tokens) < length:
-            num_notes = min(len(ITEMS), length // 8 + 1)
-            tokens += tokenizer.encode(text(sample_notes(random, num_notes))).ids
-        return tokens[:length]
-
-    return prompt

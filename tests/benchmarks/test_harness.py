@@ -56,7 +56,7 @@ def main(options: Options) -> Report:
 
 
 def test_there_are_programs() -> None:
-    assert {"transfer", "peers", "peers.served", "paper"} <= set(PROGRAMS)
+    assert {"transfer", "peers", "peers.served", "paper.memory_use"} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
