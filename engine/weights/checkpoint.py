@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -14,7 +13,7 @@ from safetensors import safe_open
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
-from quire.engine.weights.packed_codes import LazyTensor, pack, pack_mxfp4, stand_in, weight_bytes
+from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in, weight_bytes
 from quire.engine.weights.quantization import read_quantization
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
@@ -81,6 +80,14 @@ def open_checkpoint(folder: Path) -> Checkpoint | GgufCheckpoint:
     return Checkpoint(folder)
 
 
+def take_part(whole: Any, part: tuple[int, slice] | None) -> torch.Tensor:
+    """Return a tensor, or a slice of safetensors, or a part of it along one dimension."""
+    if part is None:
+        return whole  # type: ignore[no-any-return]
+    dimension, indices = part
+    return whole[indices] if dimension == 0 else whole[:, indices]  # type: ignore[no-any-return]
+
+
 class Checkpoint:
     """The tensors of a folder's safetensors, by the names of the model's parameters.
 
@@ -138,15 +145,8 @@ class Checkpoint:
         """
         if name in self._parts:
             # The product of a value and its scale is rounded once.
-            whole: torch.Tensor = self._decoded(name, dequantize)
-        elif part is None:
-            return self._load(name)
-        else:
-            whole = self._owners[name][1].get_slice(name)
-        if part is None:
-            return whole
-        dimension, indices = part
-        return whole[indices] if dimension == 0 else whole[:, indices]
+            return take_part(self._decoded(name, dequantize), part)
+        return self._load(name) if part is None else take_part(self._owners[name][1].get_slice(name), part)
 
     def read_packed(self, name: str, part: tuple[int, slice] | None, dtype: torch.dtype) -> torch.Tensor:
         """Return what ``read`` does, or keep the weight packed and return a tensor that stands for it.
@@ -186,16 +186,6 @@ class Checkpoint:
         """Return whether this is a bias that GPTQ writes for layers without one."""
         weight = f"{name.removesuffix('.bias')}.weight"
         return name.endswith(".bias") and weight in self._parts and not self._load(name).any()
-
-    def lazy_tensors(self, packable: Set[str], dtype: torch.dtype) -> dict[str, LazyTensor]:
-        """Return all tensors, each of which is read when it is indexed.
-
-        Args:
-            packable: the names of those to keep packed if a kernel can multiply them.
-            dtype: the model's dtype.
-        """
-        packed = partial(self.read_packed, dtype=dtype)
-        return {name: LazyTensor(packed if name in packable else self.read, name) for name in self.names}
 
     def log_memory(self, module: torch.nn.Module) -> None:
         """Log the format of a quantized checkpoint, and the memory that the weights of a model take."""

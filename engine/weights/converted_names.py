@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from quire.engine.weights.checkpoint import Checkpoint
+from quire.engine.weights.checkpoint import Checkpoint, take_part
 
 
 @dataclass
@@ -76,11 +76,7 @@ class ConvertedCheckpoint:
         first = source.converter.operations[0]
         if part is not None and part[0] == 0 and isinstance(first, MergeModulelist) and first.dim == 0:
             return self._convert(name, source, part[1])
-        whole = self._convert(name, source, slice(None))
-        if part is None:
-            return whole
-        dimension, own = part
-        return whole[own] if dimension == 0 else whole[:, own]
+        return take_part(self._convert(name, source, slice(None)), part)
 
     def read_packed(self, name: str, part: tuple[int, slice] | None, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter, or what stands for it; see ``Checkpoint.read_packed``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Set
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
+from quire.engine.weights.checkpoint import take_part
 from quire.engine.weights.dequantize import Codes
-from quire.engine.weights.packed_codes import LazyTensor, pack, stand_in, weight_bytes
+from quire.engine.weights.packed_codes import pack, stand_in, weight_bytes
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME
@@ -93,10 +92,7 @@ class GgufCheckpoint:
         """
         whole = self._whole(name)
         self._check_shape(name, whole.shape)
-        if part is None:
-            return whole
-        dimension, indices = part
-        return whole[indices] if dimension == 0 else whole[:, indices]
+        return take_part(whole, part)
 
     def read_packed(self, name: str, part: tuple[int, slice] | None, dtype: torch.dtype) -> torch.Tensor:
         """Return what ``read`` does, or keep the weight packed and return a tensor that stands for it.
@@ -123,11 +119,6 @@ class GgufCheckpoint:
     def is_bias_of_zeros(self, name: str) -> bool:
         """Return False: a file has only the tensors of its model."""
         return False
-
-    def lazy_tensors(self, packable: Set[str], dtype: torch.dtype) -> dict[str, LazyTensor]:
-        """Return all tensors, each of which is read when it is indexed; see ``Checkpoint.lazy_tensors``."""
-        packed = partial(self.read_packed, dtype=dtype)
-        return {name: LazyTensor(packed if name in packable else self.read, name) for name in self._parts}
 
     def log_memory(self, module: torch.nn.Module) -> None:
         """Log what the file is, and the memory that the weights of the model take."""

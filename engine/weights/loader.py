@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,8 +154,8 @@ def load_model(
     config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     check_supported(text_config)
-    parts = folder, config, dtype, device, weight_dtype, arithmetic, collectives, weights_file
-    (module, digest, plan), shared_bytes = _load(*parts)
+    wanted = _Wanted(folder, config, dtype, device, weight_dtype, arithmetic)
+    (module, digest, plan), shared_bytes = _load(wanted, collectives, weights_file)
     max_position_embeddings = _connect(module, text_config)
     check = _Check(module, config, max_position_embeddings, collectives)
     heads, recipe = check.with_notes_in(weights_file) if shared_bytes and weights_file else check()
@@ -179,28 +180,32 @@ def load_model(
     )
 
 
+class _Wanted(NamedTuple):
+    """What is to be loaded; see ``load_model``."""
+
+    folder: Path
+    config: PreTrainedConfig
+    dtype: str
+    device: torch.device
+    weight_dtype: str
+    arithmetic: str
+
+
 def _load(
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
-    weight_dtype: str,
-    arithmetic: str,
-    collectives: Collectives | None,
-    weights_file: WeightsFile | None,
+    wanted: _Wanted, collectives: Collectives | None, weights_file: WeightsFile | None
 ) -> tuple[_Loaded, int]:
     """Load the model or a rank's part; last comes the memory that its weights share with others, in bytes."""
-    load = partial(_load_whole, folder, config, dtype, device, weight_dtype, arithmetic)
     shared_bytes = 0
     with KernelFunctions():
         if collectives is not None:
-            loaded = _load_part(folder, config, dtype, weight_dtype, arithmetic, collectives)
-        elif weights_file is None or device.type != "cpu":
-            loaded = load()
+            loaded = _load_part(wanted, collectives)
+        elif weights_file is None or wanted.device.type != "cpu":
+            loaded = _load_whole(wanted)
         else:
-            source = source_of(folder, dtype, weight_dtype, arithmetic)
-            loaded, shared_bytes = load_shared(weights_file, source, _module_of, load)
-        if device.type == "cpu":
+            source = source_of(wanted.folder, wanted.dtype, wanted.weight_dtype, wanted.arithmetic)
+            load = partial(_load_whole, wanted)
+            loaded, shared_bytes = load_shared(weights_file, source, attrgetter("module"), load)
+        if wanted.device.type == "cpu":
             make_batch_invariant(loaded.module)
     return loaded, shared_bytes
 
@@ -286,19 +291,8 @@ class _Loaded(NamedTuple):
     plan: ParallelPlan
 
 
-def _module_of(loaded: _Loaded) -> PreTrainedModel:
-    return loaded.module
-
-
-def _load_whole(
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
-    weight_dtype: str,
-    arithmetic: str,
-    allocate: Allocate = in_own_memory,
-) -> _Loaded:
+def _load_whole(wanted: _Wanted, allocate: Allocate = in_own_memory) -> _Loaded:
+    folder, config, dtype, device, weight_dtype, arithmetic = wanted
     with open_checkpoint(folder) as checkpoint:
         packs = device.type == "cpu" and weight_dtype == "auto"
         module = load_module(folder, config, dtype, checkpoint, packs)
@@ -310,14 +304,8 @@ def _load_whole(
     return _Loaded(module, digest, plan)
 
 
-def _load_part(
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    weight_dtype: str,
-    arithmetic: str,
-    collectives: Collectives,
-) -> _Loaded:
+def _load_part(wanted: _Wanted, collectives: Collectives) -> _Loaded:
+    folder, config, dtype, device, weight_dtype, arithmetic = wanted
     rank, num_ranks = collectives.rank, collectives.num_ranks
     if kinds := own_attention.kinds_of_layers(config.get_text_config()):
         special = {"conv": "with a short convolution", "chunked_attention": "that attend within chunks"}
@@ -330,7 +318,7 @@ def _load_part(
     module, plan, packed = load_slices(folder, config, chosen, rank, num_ranks)
     digest = digest_of_whole(folder, module, weight_dtype, packed) if rank == 0 else ""
     segments = plan.num_segments(rank, num_ranks)
-    module = pack_module(module, torch.device("cpu"), weight_dtype, segments, arithmetic, packed)
+    module = pack_module(module, device, weight_dtype, segments, arithmetic, packed)
     connect_ranks(module, plan, config.get_text_config().vocab_size, collectives)
     return _Loaded(module, digest, plan)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -18,16 +17,6 @@ from quire.kernels.cpu.linear import PackedWeight
 _NANS_OF_E4M3 = (0x7F, 0xFF)
 _MIDDLES = {8: INT4, 128: INT8}
 """Codings whose values are unsigned integers less this zero point."""
-
-
-class LazyTensor:
-    """A tensor of a checkpoint that is read when it is indexed, like a slice of safetensors."""
-
-    def __init__(self, read: Callable[[str, None], torch.Tensor], name: str) -> None:
-        self._read, self._name = read, name
-
-    def __getitem__(self, indices: Any) -> torch.Tensor:
-        return self._read(self._name, None)[indices]
 
 
 def pack(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,16 @@ def _check_report(folder: Path, module: PreTrainedModel, report: Mapping[str, An
         logger.warning("%s does not use %d tensors, such as %s", folder, len(unused), min(unused))
 
 
+class _LazyTensor:
+    """A tensor of a checkpoint that is read when it is indexed, like a slice of safetensors."""
+
+    def __init__(self, read: Callable[[str, None], torch.Tensor], name: str) -> None:
+        self._read, self._name = read, name
+
+    def __getitem__(self, indices: Any) -> torch.Tensor:
+        return self._read(self._name, None)[indices]
+
+
 def _dequantized_source(
     folder: Path, dtype: str, checkpoint: Checkpoint | GgufCheckpoint, packs: bool
 ) -> tuple[Any, dict[str, Any]]:
@@ -113,7 +124,10 @@ def _dequantized_source(
         outline = AutoModelForCausalLM.from_config(config)
     outline.config.dtype = config.dtype or checkpoint.dtype
     packable = packable_weights(outline) | packable_experts(outline) if packs else set()
-    tensors = checkpoint.lazy_tensors(packable, DTYPES.get(dtype, outline.config.dtype))
+    packed = partial(checkpoint.read_packed, dtype=DTYPES.get(dtype, outline.config.dtype))
+    tensors = {
+        name: _LazyTensor(packed if name in packable else checkpoint.read, name) for name in checkpoint.names
+    }
     source = {"config": outline.config, "state_dict": tensors}
     return type(outline), {"pretrained_model_name_or_path": None, **source}
 
