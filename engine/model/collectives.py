@@ -188,10 +188,7 @@ class Collectives:
             piece = self.memory.slots[begin : begin + 4 * num_rows * width]
             piece.view(np.float32)[:] = partial.contiguous().view(-1).numpy()
         output = torch.empty_like(partials[0])
-        values = self.address, self.num_rounds, borders.ctypes.data, num_rows, width, output.data_ptr()
-        arguments = np.array([values], exchange.SUM)
-        threads.run(exchange.sum_kernel().address, arguments.ctypes.data, 1)
-        self.check()
+        self._meet(borders.ctypes.data, num_rows, width, output.data_ptr())
         return output
 
     def gather_logits(self, columns: torch.Tensor, first_column: int) -> torch.Tensor:
@@ -225,8 +222,12 @@ class Collectives:
             RanksError: a rank has failed.
         """
         self.num_rounds += 1
-        arguments = np.array([(self.address, self.num_rounds)], exchange.MEETING)
-        threads.run(exchange.meeting_kernel().address, arguments.ctypes.data, 1)
+        self._meet(0, 0, 0, 0)
+
+    def _meet(self, *sum_arguments: int) -> None:
+        """Wait for all ranks, and add their slots; the arguments are the last ones of an ``exchange.SUM``."""
+        arguments = np.array([(self.address, self.num_rounds, *sum_arguments)], exchange.SUM)
+        threads.run(exchange.sum_kernel().address, arguments.ctypes.data, 1)
         self.check()
 
     def check(self) -> None:

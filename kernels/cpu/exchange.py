@@ -172,7 +172,7 @@ SUM = np.dtype(
     ]
 )
 """The arguments of a sum: addresses of an ``EXCHANGE``, of the borders (see ``add_slots``), and of the
-output, float32 ``[num_rows, width]``."""
+output, float32 ``[num_rows, width]``. With 0 rows the processes only meet."""
 
 
 @cache
@@ -184,25 +184,8 @@ def sum_kernel() -> Any:
         exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
         come(exchange)
         meet(exchange, args.round)
-        add_slots(exchange, args.round, args.borders, 0, args.num_rows, args.width, args.output)
+        if args.num_rows > 0:
+            add_slots(exchange, args.round, args.borders, 0, args.num_rows, args.width, args.output)
 
     signature = types.void(types.CPointer(from_dtype(SUM)))
-    return compile_kernel(signature, kernel, error_model="numpy")
-
-
-MEETING = np.dtype([("exchange", np.int64), ("round", np.int64)])
-"""The arguments of a meeting without a sum."""
-
-
-@cache
-def meeting_kernel() -> Any:
-    """Compile the function ``void meet(MEETING *)``, which one thread of each process runs."""
-
-    def kernel(arguments: Any) -> None:
-        args = carray(arguments, 1)[0]
-        exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
-        come(exchange)
-        meet(exchange, args.round)
-
-    signature = types.void(types.CPointer(from_dtype(MEETING)))
     return compile_kernel(signature, kernel, error_model="numpy")

@@ -30,7 +30,6 @@ def shared(num_ranks: int) -> SharedMemory:
 def run_ranks(memory: SharedMemory, work: Callable[[Collectives], object]) -> list[Any]:
     """Run a function in a process for each rank; return their results."""
     exchange.sum_kernel()
-    exchange.meeting_kernel()
     queue = _FORK.Queue()
 
     def run(rank: int) -> None:
