@@ -19,6 +19,7 @@ nor on the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
 from typing import Any, NamedTuple
@@ -76,6 +77,7 @@ _EPSILON = 1e-6
 """What transformers adds to the squared length of a query or a key."""
 _FIXED, _SOFTPLUS = int(Decay.FIXED), int(Decay.SOFTPLUS)
 _FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
+_VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 class LinearAttention(NamedTuple):
@@ -172,6 +174,83 @@ _FIELDS = (
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
+def _emit_sums(
+    builder: Any, num_rows: Any, num_columns: int, add: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emit the sums of what ``add`` adds for each row to the sums of vectors of columns.
+
+    A sum is divided into four, of every fourth row, which are then added in pairs.
+    """
+    columns = range(num_columns)
+
+    def add_rows(index: Any, sums: Any) -> Any:
+        results: dict[Any, Any] = {}
+        for part in range(ROWS):
+            row = builder.add(builder.mul(index, ir.Constant(_INT64, ROWS)), ir.Constant(_INT64, part))
+            parts = add(row, [sums[part, number] for number in columns])
+            results |= {(part, number): parts[number] for number in columns}
+        return results
+
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    zeros = {(part, number): zero for part in range(ROWS) for number in columns}
+    sums = emit_loop(builder, builder.udiv(num_rows, ir.Constant(_INT64, ROWS)), zeros, add_rows)
+    return [
+        builder.fadd(builder.fadd(sums[0, each], sums[2, each]), builder.fadd(sums[1, each], sums[3, each]))
+        for each in columns
+    ]
+
+
+def _emit_advance(builder: Any, arguments: Any, count: int) -> None:
+    """Emit the code of ``advance`` for a number of vectors of columns."""
+    source_at, target_at, first, vector_tuple, factor_tuple, rows, rows_read, decay_count = arguments[:8]
+    floats = _FLOAT.as_pointer()
+    query, reader, key, value, output, decays = (
+        builder.inttoptr(each, floats) for each in cgutils.unpack_tuple(builder, vector_tuple)
+    )
+    is_per_row = builder.icmp_signed(">", decay_count, ir.Constant(_INT64, 1))
+    decay_step = builder.zext(is_per_row, _INT64)
+    read, write, scale, skip = (
+        splat(builder, each, LANES) for each in cgutils.unpack_tuple(builder, factor_tuple)
+    )
+    sources_at, targets_at = (builder.inttoptr(each, _INT64.as_pointer()) for each in (source_at, target_at))
+
+    def columns(base: Any) -> list[Any]:
+        start = builder.bitcast(builder.gep(base, [first]), _VECTOR.as_pointer())
+        return [builder.gep(start, [ir.Constant(_INT64, number)]) for number in range(count)]
+
+    def row_of(addresses: Any, index: Any) -> list[Any]:
+        return columns(builder.inttoptr(builder.load(builder.gep(addresses, [index])), floats))
+
+    def element(base: Any, index: Any) -> Any:
+        return splat(builder, builder.load(builder.gep(base, [index]), align=4), LANES)
+
+    def read_row(row: Any, sums: list[Any]) -> list[Any]:
+        factor = element(reader, row)
+        states = [builder.load(each, align=4) for each in row_of(sources_at, row)]
+        return [fused(builder, factor, state, total) for state, total in zip(states, sums, strict=True)]
+
+    values = [builder.load(each, align=4) for each in columns(value)]
+    added = [
+        builder.fmul(builder.fsub(each, builder.fmul(total, read)), write)
+        for each, total in zip(values, _emit_sums(builder, rows_read, count, read_row), strict=True)
+    ]
+
+    def write_row(row: Any, sums: list[Any]) -> list[Any]:
+        factor, asked = element(key, row), element(query, row)
+        decay = element(decays, builder.mul(row, decay_step))
+        results = []
+        places = zip(row_of(sources_at, row), row_of(targets_at, row), added, sums, strict=True)
+        for source, target, change, total in places:
+            new = fused(builder, factor, change, builder.fmul(builder.load(source, align=4), decay))
+            builder.store(new, target, align=4)
+            results.append(fused(builder, asked, new, total))
+        return results
+
+    totals = _emit_sums(builder, rows, count, write_row)
+    for each, total, own in zip(columns(output), totals, values, strict=True):
+        builder.store(fused(builder, own, skip, builder.fmul(total, scale)), each, align=4)
+
+
 @instruction
 def advance(
     typingctx: Any,
@@ -187,8 +266,6 @@ def advance(
 ) -> Any:
     """Update some columns of a state by one token, and store their outputs.
 
-    Each sum over the rows is divided into four, of every fourth row, which are then added in pairs.
-
     Args:
         sources, targets: addresses of int64 ``[num_rows]``, the addresses of rows before and after.
         column: the first column.
@@ -203,85 +280,9 @@ def advance(
     """
     if not isinstance(num, types.IntegerLiteral):
         return None
-    count = num.literal_value
-    vector = ir.VectorType(_FLOAT, LANES)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source_at, target_at, first, vector_tuple, factor_tuple, rows, rows_read, decay_count = arguments[:8]
-        query, reader, key, value, output, decays = (
-            builder.inttoptr(each, _FLOAT.as_pointer())
-            for each in cgutils.unpack_tuple(builder, vector_tuple)
-        )
-        is_per_row = builder.icmp_signed(">", decay_count, ir.Constant(_INT64, 1))
-        decay_step = builder.zext(is_per_row, _INT64)
-        read, write, scale, skip = (
-            splat(builder, each, LANES) for each in cgutils.unpack_tuple(builder, factor_tuple)
-        )
-        sources_at, targets_at = (
-            builder.inttoptr(each, _INT64.as_pointer()) for each in (source_at, target_at)
-        )
-
-        def columns(base: Any) -> list[Any]:
-            start = builder.bitcast(builder.gep(base, [first]), vector.as_pointer())
-            return [builder.gep(start, [ir.Constant(_INT64, number)]) for number in range(count)]
-
-        def row_of(addresses: Any, index: Any) -> list[Any]:
-            return columns(
-                builder.inttoptr(builder.load(builder.gep(addresses, [index])), _FLOAT.as_pointer())
-            )
-
-        def element(base: Any, index: Any) -> Any:
-            return splat(builder, builder.load(builder.gep(base, [index]), align=4), LANES)
-
-        def summed(body: Any, number_of_rows: Any) -> list[Any]:
-            """Sum what ``body`` adds for each row to the sums of its columns."""
-
-            def rows_of_loop(index: Any, sums: Any) -> Any:
-                results: dict[Any, Any] = {}
-                for part in range(ROWS):
-                    row = builder.add(
-                        builder.mul(index, ir.Constant(_INT64, ROWS)), ir.Constant(_INT64, part)
-                    )
-                    parts = body(row, [sums[part, number] for number in range(count)])
-                    results |= {(part, number): parts[number] for number in range(count)}
-                return results
-
-            zero = ir.Constant(vector, [0.0] * LANES)
-            zeros = {(part, number): zero for part in range(ROWS) for number in range(count)}
-            quarter = builder.udiv(number_of_rows, ir.Constant(_INT64, ROWS))
-            sums = emit_loop(builder, quarter, zeros, rows_of_loop)
-            return [
-                builder.fadd(
-                    builder.fadd(sums[0, number], sums[2, number]),
-                    builder.fadd(sums[1, number], sums[3, number]),
-                )
-                for number in range(count)
-            ]
-
-        def read_row(row: Any, sums: list[Any]) -> list[Any]:
-            factor = element(reader, row)
-            states = [builder.load(each, align=4) for each in row_of(sources_at, row)]
-            return [fused(builder, factor, state, total) for state, total in zip(states, sums, strict=True)]
-
-        values = [builder.load(each, align=4) for each in columns(value)]
-        added = [
-            builder.fmul(builder.fsub(each, builder.fmul(total, read)), write)
-            for each, total in zip(values, summed(read_row, rows_read), strict=True)
-        ]
-
-        def write_row(row: Any, sums: list[Any]) -> list[Any]:
-            factor, asked = element(key, row), element(query, row)
-            decay = element(decays, builder.mul(row, decay_step))
-            results = []
-            places = zip(row_of(sources_at, row), row_of(targets_at, row), added, sums, strict=True)
-            for source, target, change, total in places:
-                new = fused(builder, factor, change, builder.fmul(builder.load(source, align=4), decay))
-                builder.store(new, target, align=4)
-                results.append(fused(builder, asked, new, total))
-            return results
-
-        for each, total, own in zip(columns(output), summed(write_row, rows), values, strict=True):
-            builder.store(fused(builder, own, skip, builder.fmul(total, scale)), each, align=4)
+        _emit_advance(builder, arguments, num.literal_value)
         return context.get_dummy_value()
 
     numbers = (types.int64, types.int64, types.int64)
