@@ -20,7 +20,6 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.runner.lent_processors import LentProcessors
-from quire.engine.runner.step_clock import StepSeconds
 from quire.engine.runner.step_watch import TICK_SECONDS, StepWatch
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence, SequenceUpdate
@@ -289,11 +288,6 @@ class EngineThread:
         # A step that swaps blocks takes longer than its tokens account for.
         if not (schedule.num_swapped_blocks or schedule.promotions):
             self._watch.plan(schedule.kind)
-
-    @property
-    def step_seconds(self) -> StepSeconds:
-        """Seconds that each phase of the last step took."""
-        return self._engine.step_seconds
 
 
 def _stopped() -> EngineStoppedError:

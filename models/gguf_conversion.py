@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -171,11 +170,11 @@ def _tokenizer(path: Path, header: GgufHeader) -> Any:
         raise ModelFileError(f"{path} divides text by tokenizer.ggml.pre = {pre}, which quire does not read")
     if header.architecture == "llama" and not settings.get("tokenizer.ggml.add_space_prefix", True):
         raise ModelFileError(f"{path} has tokenizer.ggml.add_space_prefix = false, which quire does not read")
-    mapping: Callable[[str], dict[str, Any]] = lambda group: {  # noqa: E731
-        name: settings[f"tokenizer.{key}"]
-        for key, name in GGUF_TOKENIZER_MAPPING[group].items()
-        if f"tokenizer.{key}" in settings
-    }
+
+    def mapping(group: str) -> dict[str, Any]:
+        names = GGUF_TOKENIZER_MAPPING[group].items()
+        return {name: settings[f"tokenizer.{key}"] for key, name in names if f"tokenizer.{key}" in settings}
+
     # Files cannot store an empty list, as that of a vocabulary of bytes.
     merges: dict[str, Any] = {"merges": []} if kind == "gpt2" else {}
     converted, _ = convert_gguf_tokenizer(header.architecture, {**merges, **mapping("tokenizer")})

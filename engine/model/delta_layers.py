@@ -20,13 +20,7 @@ from quire.kernels.cpu.rows import Activation
 def run_delta_net(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Run a layer like ``Qwen3NextGatedDeltaNet`` with the states of earlier tokens from KV blocks.
-
-    Args:
-        layer: the layer.
-        attend: attention with an argument ``recurrence``; see ``attention.attend``.
-        hidden_states: ``[1, num_tokens, hidden_size]``.
-    """
+    """Run a layer like ``Qwen3NextGatedDeltaNet``; see ``run_mamba``."""
     inputs, steps, gate = (torch.cat(each, dim=-1).float() for each in _projected(layer, hidden_states))
     output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _weights))
     norm, projection = (

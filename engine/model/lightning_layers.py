@@ -16,13 +16,7 @@ from quire.kernels.cpu.rows import Activation
 def run_lightning_attention(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Run a layer like ``MiniMaxLightningAttention`` with the states of earlier tokens from KV blocks.
-
-    Args:
-        layer: the layer.
-        attend: attention with an argument ``recurrence``; see ``attention.attend``.
-        hidden_states: ``[1, num_tokens, hidden_size]``.
-    """
+    """Run a layer like ``MiniMaxLightningAttention``; see ``run_mamba``."""
     by_head = layer.act_fn(layer.qkv_proj(hidden_states)).float()
     parts = by_head.unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim)).transpose(2, 3)
     inputs, no_steps = parts.flatten(2), by_head[..., :0]

@@ -119,16 +119,12 @@ def read_plan(model: PreTrainedModel) -> ParallelPlan:
     for name, block in model.named_modules():
         linears |= _divide_block(name, block, styles, config)
     attention = next((each.shares for each in linears.values() if each.is_key_value), None)
-    return ParallelPlan(linears, attention, find_experts(model))
-
-
-def find_experts(model: torch.nn.Module) -> dict[str, DividedExperts]:
-    """Return the experts that transformers calls through its experts interface, by their modules' names."""
-    return {
+    experts = {
         name: DividedExperts(module.num_experts)
         for name, module in model.named_modules()
         if hasattr(module, "has_post_expert_norm")
     }
+    return ParallelPlan(linears, attention, experts)
 
 
 def _styles(model: PreTrainedModel, config: Any) -> dict[str, str]:

@@ -65,13 +65,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: froze
 
 
 def _sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: frozenset[int]) -> SampledTokens:
-    """Sample all rows at once; an exception in one row fails all of them.
-
-    Args:
-        logits: ``[num_sequences, vocab_size]``; any float type.
-        sequences: the owner of each row.
-        eos_token_ids: forbidden to a sequence that has not reached its ``min_tokens``.
-    """
+    """Sample all rows at once, see ``sample``; an exception in one row fails all of them."""
     raw = logits.float()
     processed = process_logits(raw, sequences, eos_token_ids)
     choose = _choose_with_kernel if raw.is_cpu else _choose_with_torch

@@ -9,10 +9,8 @@ from copy import copy
 import numpy as np
 
 from quire.engine.errors import NoTokenLeftError
-from quire.engine.structured_output.grammar import GrammarMatcher
+from quire.engine.structured_output.grammar import GrammarMatcher, Mask
 from quire.sampling.params import SamplingParams
-
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class TokenCounts:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.errors import NoTokenLeftError
-from quire.engine.structured_output.logits_rules import LogitsRules, Mask, TokenCounts
+from quire.engine.structured_output.grammar import Mask
+from quire.engine.structured_output.logits_rules import LogitsRules, TokenCounts
 from quire.sampling.params import SamplingParams
 
 VOCAB_SIZE, EOS = 8, 0

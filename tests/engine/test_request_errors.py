@@ -17,7 +17,8 @@ from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.sequences.beam_search import BeamSearch
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence
-from quire.engine.structured_output.logits_rules import LogitsRules, Mask
+from quire.engine.structured_output.grammar import Mask
+from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.testing.tiny_engine import Outputs, make_engine
