@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
-from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in, weight_bytes
+from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in, take_part, weight_bytes
 from quire.engine.weights.quantization import read_quantization
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
@@ -78,14 +78,6 @@ def open_checkpoint(folder: Path) -> Checkpoint | GgufCheckpoint:
 
         return GgufCheckpoint(folder)
     return Checkpoint(folder)
-
-
-def take_part(whole: Any, part: tuple[int, slice] | None) -> torch.Tensor:
-    """Return a tensor, or a slice of safetensors, or a part of it along one dimension."""
-    if part is None:
-        return whole  # type: ignore[no-any-return]
-    dimension, indices = part
-    return whole[indices] if dimension == 0 else whole[:, indices]  # type: ignore[no-any-return]
 
 
 class Checkpoint:

@@ -20,7 +20,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from quire.engine.weights.checkpoint import Checkpoint, take_part
+from quire.engine.weights.checkpoint import Checkpoint
+from quire.engine.weights.packed_codes import take_part
 
 
 @dataclass

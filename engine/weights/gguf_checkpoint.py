@@ -17,9 +17,8 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from quire.engine.weights.checkpoint import take_part
 from quire.engine.weights.dequantize import Codes
-from quire.engine.weights.packed_codes import pack, stand_in, weight_bytes
+from quire.engine.weights.packed_codes import pack, stand_in, take_part, weight_bytes
 from quire.kernels.cpu.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME

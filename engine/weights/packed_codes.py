@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -17,6 +18,14 @@ from quire.kernels.cpu.linear import PackedWeight
 _NANS_OF_E4M3 = (0x7F, 0xFF)
 _MIDDLES = {8: INT4, 128: INT8}
 """Codings whose values are unsigned integers less this zero point."""
+
+
+def take_part(whole: Any, part: tuple[int, slice] | None) -> torch.Tensor:
+    """Return a tensor, or a slice of safetensors, or a part of it along one dimension."""
+    if part is None:
+        return whole  # type: ignore[no-any-return]
+    dimension, indices = part
+    return whole[indices] if dimension == 0 else whole[:, indices]  # type: ignore[no-any-return]
 
 
 def pack(
