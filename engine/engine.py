@@ -19,7 +19,7 @@ from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.kv_cache.window_pool import WindowPool, pool_of
 from quire.engine.runner.model_runner import ModelRunner
-from quire.engine.runner.step_clock import StepClock, StepSeconds
+from quire.engine.runner.step_clock import StepClock
 from quire.engine.runner.thread_count import ThreadCount
 from quire.engine.scheduling.fair_blocks import FairBlocks
 from quire.engine.scheduling.first_blocks import FirstBlocks
@@ -161,7 +161,6 @@ class Engine:
         record_drafts = None if self.speculator is None else self.speculator.record_verification
         self._results = StepResults(self.requests, tables, eviction, rules, record_drafts)
         self._on_schedule: Callable[[Schedule], None] | None = None
-        self.step_seconds = StepSeconds()
         self.num_stepped = 0
         """Sequences that the last step computed.
 
@@ -170,7 +169,7 @@ class Engine:
         self.num_step_tokens = 0
         """Tokens that the last step computed."""
         self._clock = parts.clock
-        self._step_clock = StepClock(parts.clock)
+        self.step_clock = StepClock(parts.clock)
         self._threads = ThreadCount()
 
     @property
@@ -271,7 +270,7 @@ class Engine:
         return updates
 
     def _step(self) -> list[SequenceUpdate]:
-        self._step_clock.start()
+        self.step_clock.start()
         schedule = self._schedule()
         if not schedule.sequences:
             return []
@@ -281,11 +280,11 @@ class Engine:
     def _schedule(self) -> Schedule:
         """Propose draft tokens, choose the tokens of the step, and move the blocks that it needs."""
         self._propose_drafts()
-        self.step_seconds.propose = self._step_clock.lap()
-        started_at = self._step_clock.lap_began_at
+        self.step_clock.lap("propose")
+        started_at = self.step_clock.lap_began_at
         self.apply_disk_results()
         schedule = self.scheduler.schedule()
-        self.step_seconds.schedule = self._step_clock.lap()
+        self.step_clock.lap("schedule")
         self.num_stepped = len(schedule.sequences)
         for prompt in schedule.admitted:
             prompt.started_at = prompt.started_at or started_at
@@ -308,18 +307,18 @@ class Engine:
         if self.tiers is not None:
             self.tiers.promote(schedule.promotions)
         num_swapped = schedule.num_swapped_blocks // self.memory.shape.num_frames
-        self._swap_cost.record_swap(num_swapped, self._step_clock.lap())
+        self._swap_cost.record_swap(num_swapped, self.step_clock.lap())
         for sequence, num_full in schedule.promoted:
             self.tables.seal_blocks(sequence, num_full)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> StepLogits:
         """Run the model on the scheduled tokens."""
         arguments = self.runner.prepare(scheduled)
-        self.step_seconds.prepare = self._step_clock.lap()
+        self.step_clock.lap("prepare")
         logits = self.runner.forward(arguments)
-        self.step_seconds.forward = self._step_clock.lap()
+        seconds = self.step_clock.lap("forward")
         self.num_step_tokens = sum([num_tokens for _, num_tokens in scheduled])
-        self._swap_cost.record_forward(self.num_step_tokens, self.step_seconds.forward)
+        self._swap_cost.record_forward(self.num_step_tokens, seconds)
         num_rows = len(scheduled)
         if self.speculator is not None:
             num_rows += sum(len(sequence.draft_token_ids) for sequence, _ in scheduled)
@@ -333,11 +332,11 @@ class Engine:
         results = self._results
         updates = results.record_computed_tokens(scheduled, logits.of_prompts, logits.hidden)
         sampled = results.sample(logits.to_sample)
-        self.step_seconds.sample = self._step_clock.lap()
+        self.step_clock.lap("sample")
         updates += results.advance_beam_searches(scheduled, logits.to_sample)
         updates += results.end_sampled(sampled)
         updates = results.end_failed_requests(updates)
-        self.step_seconds.process = self._step_clock.lap()
+        self.step_clock.lap("process")
         return updates
 
     def check_conservation(self) -> None:

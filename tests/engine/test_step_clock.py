@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.runner.step_clock import StepClock
+from quire.engine.runner.step_clock import PHASES, StepClock
 
 
 @given(st.lists(st.floats(0.0, 10.0), max_size=8), st.floats(0.0, 100.0))
@@ -24,6 +24,7 @@ def test_a_new_step_forgets_the_last_one() -> None:
     times = iter([1.0, 4.0, 10.0, 12.0])
     clock = StepClock(lambda: next(times))
     clock.start()
-    assert clock.lap() == 3.0
+    assert clock.lap("forward") == clock.seconds["forward"] == 3.0
     clock.start()  # the time between two steps belongs to neither
     assert clock.lap() == 2.0
+    assert clock.seconds == {**dict.fromkeys(PHASES, 0.0), "forward": 3.0}

@@ -15,13 +15,13 @@ from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_cache.block_pool import BlockCounts
 from quire.engine.kv_cache.tiers import CacheTiers
+from quire.engine.runner.step_clock import PHASES
 from quire.engine.scheduling.preemption import PreemptionCounts
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.speculation.speculator import SpeculationCounts
 from quire.kvindex.worker_record import ROLES
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 
-STEP_PHASES = ("propose", "schedule", "prepare", "forward", "sample", "process")
 HIT_SOURCES = ("own", "tier", "peer")
 SNAPSHOT_SECONDS = 5.0
 """Seconds for which a scrape waits for the engine, which answers between two steps."""
@@ -74,7 +74,7 @@ class StepMetrics:
             buckets=_STEP_SECONDS,
             registry=registry,
         )
-        self._observe = [(phase, seconds.labels(phase).observe) for phase in STEP_PHASES]
+        self._observe = [(phase, seconds.labels(phase).observe) for phase in PHASES]
         self._tokens = Histogram(
             "quire_step_tokens", "Tokens that a step computes.", buckets=_STEP_TOKENS, registry=registry
         )
@@ -86,9 +86,8 @@ class StepMetrics:
         """Record one step."""
         self._sequences.inc(num_sequences)
         self._tokens.observe(engine.num_step_tokens)
-        seconds = engine.step_seconds
         for phase, observe in self._observe:
-            observe(getattr(seconds, phase))
+            observe(engine.step_clock.seconds[phase])
 
         if engine.tiers is not None:
             self._tiers.refresh(engine.tiers)
