@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -105,19 +105,13 @@ def score_prompts(
         logits: ``[num_scored, vocab_size]``: the rows of ``Sequence.positions_to_score``.
         failures: gets the requests whose logits are not finite.
     """
-    start = 0
-    for sequence, num_tokens in scheduled:
-        if sequence.params.num_prompt_logprobs is None:
-            continue
-        if positions := sequence.positions_to_score(num_tokens):
-            rows = logits[start : start + len(positions)].float()
-            start += len(positions)
-            following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
-            num_top = sequence.params.num_prompt_logprobs or 0
-            with failures.catch(sequence.attempt_id):
-                if not are_finite(rows).all():
-                    raise not_finite()
-                sequence.prompt_logprobs += rank_tokens(rows, following, num_top)
+    for sequence, positions, rows in _rows_of_prompts(scheduled, logits, Sequence.positions_to_score):
+        following = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+        num_top = sequence.params.num_prompt_logprobs or 0
+        with failures.catch(sequence.attempt_id):
+            if not are_finite(rows).all():
+                raise not_finite()
+            sequence.prompt_logprobs += rank_tokens(rows.float(), following, num_top)
 
 
 def pool_prompts(scheduled: list[ScheduledSequence], hidden: torch.Tensor, failures: RequestFailures) -> None:
@@ -128,15 +122,25 @@ def pool_prompts(scheduled: list[ScheduledSequence], hidden: torch.Tensor, failu
         hidden: ``[num_hidden, hidden_size]``: the states of ``Sequence.positions_to_pool``.
         failures: gets the requests whose states are not finite.
     """
+    for sequence, _, rows in _rows_of_prompts(scheduled, hidden, Sequence.positions_to_pool):
+        assert sequence.pooled is not None, "it has positions to pool"
+        with failures.catch(sequence.attempt_id):
+            if not torch.isfinite(rows).all():
+                raise not_finite()
+            sequence.pooled.add(rows)
+
+
+def _rows_of_prompts(
+    scheduled: list[ScheduledSequence],
+    values: torch.Tensor,
+    positions_of: Callable[[Sequence, int], range],
+) -> Iterator[tuple[Sequence, range, torch.Tensor]]:
+    """Yield each sequence that has some of the values' rows, the positions of these, and the rows."""
     start = 0
     for sequence, num_tokens in scheduled:
-        if sequence.pooled is not None and (positions := sequence.positions_to_pool(num_tokens)):
-            rows = hidden[start : start + len(positions)]
+        if positions := positions_of(sequence, num_tokens):
+            yield sequence, positions, values[start : start + len(positions)]
             start += len(positions)
-            with failures.catch(sequence.attempt_id):
-                if not torch.isfinite(rows).all():
-                    raise not_finite()
-                sequence.pooled.add(rows)
 
 
 def first_rows(scheduled: list[ScheduledSequence]) -> Iterator[int]:
