@@ -255,6 +255,14 @@ def _weigh(
 
 
 @exact
+def _has_key(keys: int, weights: int, start: int, low: np.int32, high: np.int32) -> bool:
+    """Return whether one of ``_LANES`` tokens has a key in a range."""
+    offset = np.int64(4 * start)
+    number, _ = sum_range(keys + offset, weights + offset, np.int64(_LANES), low, high)
+    return bool(number > 0)
+
+
+@exact
 def _copy_range(
     keys: int, weights: int, length: int, low: np.int32, high: np.int32, new_keys: int, new_weights: int
 ) -> int:
@@ -266,9 +274,7 @@ def _copy_range(
     to_w = carray(pointer(new_weights, np.float32), (length,))
     count = 0
     for start in range(0, length, _LANES):
-        offset = np.int64(4 * start)
-        num_in_range, _ = sum_range(keys + offset, weights + offset, np.int64(_LANES), low, high)
-        if num_in_range == 0:
+        if not _has_key(keys, weights, start, low, high):
             continue
         for i in range(start, start + _LANES):
             # A token that is not in the range is overwritten by the next one.
@@ -359,9 +365,7 @@ def _drop(keys: int, weights: int, length: int, last: np.int32, room: float, cou
     for i in range(length):
         w[i] *= np.float32(k[i] >= last)
     for start in range(0, length, _LANES):
-        offset = np.int64(4 * start)
-        num_last, _ = sum_range(keys + offset, weights + offset, np.int64(_LANES), last, last)
-        if num_last == 0:
+        if not _has_key(keys, weights, start, last, last):
             continue
         for i in range(start, start + _LANES):
             if k[i] == last:
