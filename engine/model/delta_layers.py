@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.state_layers import convolution_weights, gated_norm, kept_weights
+from quire.engine.model.state_layers import convolution_weights, decays_of_heads, gated_norm, kept_weights
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
 
@@ -49,12 +49,13 @@ def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[list[torch.Tens
 
 def _weights(layer: Any) -> LinearAttention:
     taps, bias = convolution_weights(layer)
+    rates, step_bias = decays_of_heads(layer)
     return LinearAttention(
         taps=taps,
         conv_bias=bias,
         decay=Decay.SOFTPLUS,
-        rates=-torch.exp(layer.A_log.double()).float(),
-        step_bias=layer.dt_bias.float()[:, None].contiguous(),
+        rates=rates,
+        step_bias=step_bias,
         skip=torch.zeros(layer.num_v_heads),
         num_key_heads=layer.num_k_heads,
         key_dim=layer.head_k_dim,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.state_layers import convolution_weights, gated_norm, kept_weights
+from quire.engine.model.state_layers import convolution_weights, decays_of_heads, gated_norm, kept_weights
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
@@ -73,12 +73,13 @@ def _weights(layer: Any) -> LinearAttention:
             "which transformers does for prompts and not for further tokens"
         )
     taps, bias = (_as_attention(layer, each) for each in convolution_weights(layer))
+    rates, step_bias = decays_of_heads(layer)
     return LinearAttention(
         taps=taps,
         conv_bias=bias,
         decay=Decay.SOFTPLUS,
-        rates=-torch.exp(layer.A_log.double()).float(),
-        step_bias=layer.dt_bias.float()[:, None].contiguous(),
+        rates=rates,
+        step_bias=step_bias,
         skip=layer.D.float().contiguous(),
         num_key_heads=layer.n_groups,
         key_dim=layer.ssm_state_size,

@@ -47,6 +47,11 @@ def convolution_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return conv.weight[:, 0].T.float().contiguous(), bias.float().contiguous()
 
 
+def decays_of_heads(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rates, and the biases of the steps, of a layer with one decay for each head."""
+    return -torch.exp(layer.A_log.double()).float(), layer.dt_bias.float()[:, None].contiguous()
+
+
 def gated_norm(
     norm: Any,
     output: torch.Tensor,
