@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from quire.kernels.cpu.attention_tiles import span_blocks
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -41,12 +41,8 @@ _library = torch.library.Library("quire", "DEF")
 
 @cache
 def _find_on_cpu(name: str) -> Callable[..., Any]:
-    module = _cpu_module("attention" if name == "paged_attention" else "blocks")
-    return getattr(module, name)  # type: ignore[no-any-return]
-
-
-def _cpu_module(name: str) -> ModuleType:
-    return import_module(f"quire.kernels.cpu.{name}")
+    module = "attention" if name == "paged_attention" else "blocks"
+    return getattr(import_module(f"quire.kernels.cpu.{module}"), name)  # type: ignore[no-any-return]
 
 
 def blocks_summed_together(device: torch.device, block_size: int) -> int:
@@ -55,10 +51,7 @@ def blocks_summed_together(device: torch.device, block_size: int) -> int:
     If a multiple of this number of blocks is left out at the start of a block table, attention gives the same
     bits. On a GPU it is 1.
     """
-    if device.type != "cpu":
-        return 1
-    together: int = _cpu_module("attention_tiles").span_blocks(block_size)
-    return together
+    return span_blocks(block_size) if device.type == "cpu" else 1
 
 
 def _on_cpu(name: str) -> Callable[..., Any]:
