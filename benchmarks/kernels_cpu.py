@@ -119,23 +119,19 @@ def measure(shape: Shape, dtype: torch.dtype, seconds: float) -> Result:
     )
 
 
-def read_bytes_per_second(seconds: float = 0.5) -> float:
-    """Measure how fast torch's threads read memory."""
-    source = torch.randn(64 << 20)
-    return source.nbytes / best_seconds(source.sum, seconds=seconds)
-
-
 def ceilings(seconds: float) -> dict[str, float]:
     """Measure the ceilings: bytes per second, and floating-point operations per second."""
     source = torch.randn(64 << 20)
     target = torch.empty_like(source)
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    copy, read, product = (
+        best_seconds(each, seconds=seconds)
+        for each in (lambda: target.copy_(source), source.sum, lambda: left @ right)
+    )
     return {
-        "copy_bytes_per_second": 2
-        * source.nbytes
-        / best_seconds(lambda: target.copy_(source), seconds=seconds),
-        "read_bytes_per_second": read_bytes_per_second(seconds),
-        "matmul_flops": 2 * 1024**3 / best_seconds(lambda: left @ right, seconds=seconds),
+        "copy_bytes_per_second": 2 * source.nbytes / copy,
+        "read_bytes_per_second": source.nbytes / read,
+        "matmul_flops": 2 * 1024**3 / product,
     }
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-from matplotlib.figure import Figure
-
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
@@ -91,7 +89,6 @@ def main(options: Options) -> Report:
     return Report(
         [table("measured (range) → simulated (difference)", printed, columns)],
         {"calibrated": calibration, "cases": rows},
-        {"simulator.png": _draw(rows)},
     )
 
 
@@ -182,19 +179,6 @@ async def _calibrate(stack: RunningStack) -> Calibration:
         pull_speed=pull_speed,
         on_step=lambda step: show_progress(f"calibrating: {step}"),
     )
-
-
-def _draw(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    labels = [f"{row['workload']}\n{row['load']:.0%}\n{row['rate']:.1f}/s" for row in rows]
-    for offset, kind in ((-0.2, "measured"), (0.2, "simulated")):
-        heights = [_middle(row[kind], "ttft_p50_ms") for row in rows]
-        axes.bar([index + offset for index in range(len(rows))], heights, width=0.38, label=kind)
-    axes.set_xticks(range(len(rows)), labels)
-    axes.set_ylabel("median time to first token (ms)")
-    axes.legend()
-    return figure
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ are assumptions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,7 @@ class Request(NamedTuple):
     num_output: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(NamedTuple):
     """A data set as two log-normal distributions, truncated at the maximal length.
 
     Attributes:
