@@ -27,6 +27,8 @@ from quire.services.router.config import RouterConfig
 from tests.testing.decodes import StreamingWorker
 
 VOCAB_SIZE = 320
+REPORT_SECONDS = 0.1
+"""Pause between two reports of a worker: without them, it would be late, and others would be preferred."""
 PROMPT = "say hello world, stop here"
 """Longer than a block, so that its workers are always the same."""
 
@@ -125,6 +127,8 @@ class FakeWorker(StreamingWorker):
         self.num_cached_tokens = 0
         self.is_draining = False
         self.is_stalled = False
+        self.is_quiet = False
+        """Whether it reports only once, so that the router must find out by other means that it is alive."""
         self.load_of_others = worker_pb2.TotalLoad()
         self.answers_probes = asyncio.Event()
         self.answers_probes.set()
@@ -237,12 +241,18 @@ class FakeWorker(StreamingWorker):
     async def WatchWorker(
         self, request: worker_pb2.WatchWorkerRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchWorkerResponse]:
-        yield worker_pb2.WatchWorkerResponse(
+        report = worker_pb2.WatchWorkerResponse(
             is_stalled=self.is_stalled,
             is_draining=self.is_draining,
             role=self.role,
             load_of_others=self.load_of_others,
         )
+        yield report
+        while not self.is_quiet:
+            await asyncio.sleep(REPORT_SECONDS)
+            # Changes of role and draining are for probes to find.
+            report.is_stalled = self.is_stalled
+            yield report
         await asyncio.Event().wait()
 
     async def Decode(

@@ -63,8 +63,9 @@ class Unreachable:
 async def two_workers(
     cluster: Any, clock: ManualClock, connect: Unreachable
 ) -> tuple[WorkerSet, Worker, Worker]:
-    addresses = [(await cluster.add(name, "decode", pause_before_token=0)).server.address for name in "ab"]
-    workers = WorkerSet(StaticMembership(addresses), connect=connect, clock=clock)
+    added = [await cluster.add(name, "decode", pause_before_token=0, is_quiet=True) for name in "ab"]
+    membership = StaticMembership([worker.server.address for worker in added])
+    workers = WorkerSet(membership, connect=connect, clock=clock)
     await workers.refresh()
     first, second = workers.live("decode")
     return workers, first, second

@@ -143,7 +143,7 @@ async def test_the_router_is_ready_with_one_decode_worker(cluster: Any, probed: 
 
 async def test_a_request_on_the_only_decode_worker_that_is_silent_is_stalled(cluster: Any) -> None:
     """It is not set aside, since no other worker could take over, and yet nothing moves."""
-    await cluster.add("d", "decode")
+    await cluster.add("d", "decode", is_quiet=True)
     cluster.stub = await cluster.start(silent_seconds=60.0)
     running = cluster.running
     (worker,) = running.workers.all()

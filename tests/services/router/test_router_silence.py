@@ -17,7 +17,7 @@ SILENT_SECONDS = 6.0
 @pytest.mark.slow
 async def test_silent_answers_continue(hastened_pings: None, cluster: Any) -> None:
     """One answer is silent before its first token, one in its middle."""
-    workers = [await cluster.add(f"d{index}", "decode") for index in range(2)]
+    workers = [await cluster.add(f"d{index}", "decode", is_quiet=True) for index in range(2)]
     await cluster.start()
     for worker, before_token in zip(workers, (0, 2), strict=True):
         worker._before_token = pause_at(before_token)
