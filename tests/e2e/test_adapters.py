@@ -178,19 +178,12 @@ async def test_blocks_on_disk_come_back_only_with_their_own_adapter(
             assert metric(stack, "prefill-0", "quire_cache_tier_hits_total", tier="disk") > 0
 
 
-@pytest.fixture(scope="module")
-def bare(start_stack: StartStack) -> Iterator[RunningStack]:
-    """Run a prefill and a decode worker that start without adapters."""
-    with start_stack("llama") as running:
-        yield running
-
-
 async def test_adapters_are_added_replaced_and_removed_while_requests_run(
-    bare: RunningStack, adapters: Adapters
+    stack: RunningStack, adapters: Adapters
 ) -> None:
     prompt = make_prompt(60, seed=10)
-    admin = AdminClient(bare.admin_address)
-    async with connect(bare) as (client, workers):
+    admin = AdminClient(stack.admin_address)
+    async with connect(stack) as (client, workers):
 
         async def begin() -> tuple[list[int], Any]:
             stream = client.stream(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
@@ -227,10 +220,10 @@ async def test_adapters_are_added_replaced_and_removed_while_requests_run(
 
 
 async def test_workers_with_different_weights_of_a_name_share_no_request(
-    bare: RunningStack, adapters: Adapters
+    stack: RunningStack, adapters: Adapters
 ) -> None:
     prompt = make_prompt(60, seed=11)
-    async with connect(bare) as (client, workers):
+    async with connect(stack) as (client, workers):
         for name, path in zip(("prefill-0", "decode-0"), adapters.paths, strict=True):
             request = pb.LoadAdapterRequest(name="adapter-0", path=str(path))
             await workers[name].LoadAdapter(request)
@@ -248,6 +241,8 @@ async def test_workers_with_different_weights_of_a_name_share_no_request(
                 except QuireError:
                     await asyncio.sleep(0.01)
         assert list(answer.token_ids) == adapters.expected(1, tuple(prompt))
+        # Other tests have this stack too.
+        await asyncio.to_thread(AdminClient(stack.admin_address).remove_adapter, "adapter-0")
 
 
 async def test_a_key_may_be_limited_to_some_adapters(

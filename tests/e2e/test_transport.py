@@ -81,18 +81,6 @@ async def test_nixl_carries_blocks_and_a_killed_holder_costs_no_answer(
             assert failed.tokens[0].token_id == expected("llama", other)[0]
 
 
-async def test_the_memory_of_a_killed_worker_does_not_stay(start_stack: StartStack, expected: Any) -> None:
-    with start_stack("llama") as stack:
-        async with connect(stack) as (client, _):
-            prompt = make_prompt(60)
-            assert list((await client.generate(prompt, **GREEDY)).token_ids) == expected("llama", prompt)
-            assert len(pool_mappings(stack, "decode-0")) == 2
-            stack.workers["prefill-0"].process.kill()
-            await until(lambda: len(pool_mappings(stack, "decode-0")) == 1)
-            other = make_prompt(80)
-            assert list((await client.generate(other, **GREEDY)).token_ids) == expected("llama", other)
-
-
 def change_memory(stack: RunningStack, worker: str) -> int:
     """Change the last bit of one value in each page of a worker's pool that is in use; return how many."""
     [(start, end)] = pool_mappings(stack, worker)
@@ -107,7 +95,7 @@ def change_memory(stack: RunningStack, worker: str) -> int:
     return num_changed
 
 
-async def test_blocks_that_change_after_they_were_first_sent_are_computed_again(
+async def test_changed_blocks_are_computed_again_and_the_memory_of_a_killed_worker_does_not_stay(
     start_stack: StartStack, expected: Any
 ) -> None:
     """The decode worker refuses them, and the prefill worker forgets them: no third attempt meets them."""
@@ -125,16 +113,18 @@ async def test_blocks_that_change_after_they_were_first_sent_are_computed_again(
 
             assert await answer() == 0
             await wait_until_idle(workers)
+            forbidden = ""
             try:
-                num_changed = change_memory(stack, "prefill-0")
+                assert change_memory(stack, "prefill-0")
             except PermissionError as error:
-                pytest.skip(f"this user may not write another process's memory: {error}")
-            assert num_changed
-            assert await answer() == 1
-            assert await answer() == 1
+                forbidden = f"this user may not write another process's memory: {error}"
+            for _ in range(2):
+                assert await answer() == (0 if forbidden else 1)
             # Nothing that remembers the refused blocks may keep the memory of a worker that has ended.
             assert len(pool_mappings(stack, "decode-0")) == 2
             stack.workers["prefill-0"].process.kill()
             await until(lambda: len(pool_mappings(stack, "decode-0")) == 1)
             other = make_prompt(80)
             assert list((await client.generate(other, **GREEDY)).token_ids) == expected("llama", other)
+    if forbidden:
+        pytest.skip(forbidden)
