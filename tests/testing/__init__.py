@@ -17,7 +17,6 @@
 * ``router_parts``: memberships, background tasks and charges for parts of a router.
 * ``intruder``: a process that says what a worker says, to get its prompts.
 * ``fake_generation``: a router that answers from a script, for the clients.
-* ``demo_forms``: held-out questions in each form that the demo model is taught.
 * ``live_run``, ``live_load``, ``prometheus``: a stack under load that a real Prometheus watches.
 * ``promql``: the expressions of dashboards, and the series that they refer to.
 * ``certificates``: files of certificates for servers with TLS.
