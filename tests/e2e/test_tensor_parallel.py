@@ -32,7 +32,8 @@ from tests.testing.until import until
 
 SIZES = {"prefill-0": 1, "prefill-1": 2, "decode-0": 2, "decode-1": 3}
 """How many processes each worker has. Every worker can compute prompts and decode."""
-PAIRS = list(permutations(SIZES, 2))
+PAIRS = [*{(SIZES[a], SIZES[b]): (a, b) for a, b in permutations(SIZES, 2)}.values()]
+"""Two workers for each pair of sizes."""
 HEADS = {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 LENGTH, NUM_NEW, NUM_FULL = 200, 24, 12
 WAIT_SECONDS = 60.0

@@ -276,7 +276,6 @@ async def test_while_it_is_asked_whether_it_stays_others_are_preferred(cluster: 
     membership.current = []
     worker.answers_probes.clear()
     refreshing = asyncio.create_task(workers.refresh())
-    await asyncio.sleep(0)
     await until(lambda: live.health.has_symptom)
     assert live.health.is_unhealthy
     worker.answers_probes.set()
