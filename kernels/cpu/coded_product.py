@@ -22,12 +22,10 @@ from numba.core import cgutils
 from numba.extending import register_jitable
 
 from quire.kernels.cpu.intrinsics import (
-    CACHE_LINE,
     GROUP,
     TILE_COLUMNS,
     Values,
     emit_loop,
-    emit_prefetch,
     exact,
     instruction,
     pointer,
@@ -42,8 +40,6 @@ INT4, UINT4, E2M1, INT8, E4M3 = (
 ZERO_MASK = 31
 """Bits of the zero point in the word of a group."""
 _HALF_OF_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_GROUPS_AHEAD = 8
-"""Distance, in groups, at which products prefetch weights."""
 _UNROLLED = 8
 """Inputs in the body of a loop."""
 
@@ -126,10 +122,6 @@ def emit_groups(
 
     def add_group(group: Any, sums: Values) -> Values:
         start = builder.mul(group, ir.Constant(_INT64, coding.group_bytes))
-        for distance in range(0, coding.group_bytes, CACHE_LINE):
-            ahead = moved(start, _GROUPS_AHEAD * coding.group_bytes + distance)
-            for right in rights:
-                emit_prefetch(builder, builder.ptrtoint(builder.gep(right, [ahead]), _INT64))
         factors = [_factors(builder, coding, each, lanes) for each in load(moved(start, code_bytes), _INT32)]
 
         def add_inputs(index: Any, sums: Values) -> Values:

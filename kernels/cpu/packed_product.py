@@ -71,7 +71,7 @@ FEW_ROWS = 2
 AHEAD = 64
 """Distance, in inputs of a panel, at which a tile of several rows prefetches its own weights."""
 _GROUPS_AHEAD = 8
-"""Distance, in groups, at which it prefetches quantized weights."""
+"""Distance, in groups, at which it prefetches quantized weights. A few rows are faster without."""
 
 _NIBBLES = types.float64
 """The Numba type of ``nibble_product.NIBBLES``."""
@@ -483,8 +483,9 @@ def _for_each_group(tile: _Tile, depth: Any, bits: int, add: Callable[[Any, Any]
 
     def add_group(group: Any, _: _Sums) -> _Sums:
         start = builder.mul(group, ir.Constant(_INT64, num_bytes))
-        ahead = _GROUPS_AHEAD * num_bytes
-        tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
+        if len(tile.lefts) > FEW_ROWS:
+            ahead = _GROUPS_AHEAD * num_bytes
+            tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
         add(group, start)
         return {}
 

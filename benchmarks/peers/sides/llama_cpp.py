@@ -123,7 +123,8 @@ class Context:
 def load(setup: Setup) -> Side:
     """Load the model from a GGUF file next to the model's folder; write the file if it does not exist."""
     folder = Path(setup.model)
-    model_file = folder.with_name(f"{folder.name}-{setup.dtype}.gguf")
+    is_file = folder.suffix == ".gguf"
+    model_file = folder if is_file else folder.with_name(f"{folder.name}-{setup.dtype}.gguf")
     if not model_file.exists():
         write_gguf(folder, setup.dtype, model_file)
     context = Context(model_file, setup)
