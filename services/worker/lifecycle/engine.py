@@ -42,6 +42,7 @@ from quire.services.worker.reports.metrics import (
 )
 
 _log = get_logger("worker")
+_WARM_UP_TOKENS = 16
 
 
 async def start_engine(start: Start) -> EngineThread:
@@ -153,16 +154,19 @@ def _host_cache(config: WorkerConfig, memory: KvMemory) -> HostCache | None:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Run one prompt, with a draft model too, so that no request waits for the compilation of a kernel."""
+    """Run one prompt, with a draft model too, so that no request waits for the compilation of a kernel.
+
+    On the CPU kernels do not depend on the number of tokens, so the prompt is short.
+    """
     engine.memory.copy_within([(0, 1)])
-    _run_full_step(engine)
+    length = _full_length(engine)
+    _run_prompt(engine, length if engine.memory.blocks.is_cuda else min(_WARM_UP_TOKENS, length))
 
 
 def _known_step_seconds(engine: Engine) -> dict[StepKind, float]:
     """Measure the time of a step with the most tokens, after its kernels have been compiled."""
-    start = perf_counter()
-    _run_full_step(engine)
-    length = _full_length(engine)
+    start, length = perf_counter(), _full_length(engine)
+    _run_prompt(engine, length)
     return {StepKind.of(length, length * length): perf_counter() - start}
 
 
@@ -170,8 +174,7 @@ def _full_length(engine: Engine) -> int:
     return min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
 
 
-def _run_full_step(engine: Engine) -> None:
-    length = _full_length(engine)
+def _run_prompt(engine: Engine, length: int) -> None:
     prompt = Sequence(
         "warm-up", [0] * length, length, SamplingParams(max_tokens=3, ignore_eos=True), b"warm-up"
     )
