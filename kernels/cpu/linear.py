@@ -557,7 +557,7 @@ def _add_tiles(product: Product, stored: Any) -> None:
 
     Many tiles multiply the same piece of a panel, which is in the L1 cache, and meanwhile prefetch the next
     piece. Weights are thus read from memory during all products, and not only during those of the first tile.
-    If weights are smaller than float32, arithmetic is the limit, and each tile prefetches its own weights.
+    If weights are smaller than float32, arithmetic is the limit; each tile prefetches those that are widened.
     Codes are decoded once for all tiles, piece by piece.
     """
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product

@@ -265,8 +265,7 @@ def add_rows_product(
         total, left, right: addresses; total is float32, and left has the ``input_form`` of these weights.
         depth: number of products in a sum; whole groups, pairs or tiles, if the weights have these.
         fetch: address to prefetch for k = 0, and the number of bytes from there to the address for the next
-            k. Only products of 3 or more rows with float32 weights use this; others prefetch their own
-            weights.
+            k. Only products of 3 or more rows with float32 weights use this.
         strides: elements from one row of total to the next; bytes from one row of left to the next, and from
             one panel to the next.
         rows, panels: size of the tile, literals.
@@ -388,9 +387,6 @@ def _add_words(
 
     def add(index: Any, sums: _Sums) -> _Sums:
         offset = builder.mul(index, ir.Constant(_INT64, word_bytes))
-        if len(tile.lefts) > 2:
-            ahead = AHEAD * word_bytes // per_word
-            tile.prefetch(offset, range(ahead, ahead + word_bytes, 2 * CACHE_LINE))
         inputs = [tile.word(row, index, _INT32) for row in range(len(tile.lefts))]
         results = {}
         for panel, right in enumerate(tile.rights):
