@@ -1,1 +1,1 @@
-"""The forward pass: attention over paged blocks, the compiled step, layers divided among ranks."""
+"""The forward pass: modules over paged blocks, as one compiled step, divided among ranks."""

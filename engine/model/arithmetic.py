@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from quire.kernels.cpu.amx_product import AMX_BFLOAT16, FEATURES, FLOAT32
 from quire.kernels.cpu.intrinsics import processor_features
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, FEATURES, FLOAT32
 
 
 class Sums(NamedTuple):

@@ -21,12 +21,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from quire.engine.kv_cache.memory import KvMemory, dtype_name
-from quire.engine.model import attention
-from quire.engine.model.attention import PagedStep
 from quire.engine.model.collectives import RanksError
-from quire.engine.model.latent_attention import latent_expansion
+from quire.engine.model.layers import attention
+from quire.engine.model.layers.attention import PagedStep
+from quire.engine.model.layers.latent_attention import latent_expansion
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.mask_check import MaskObserver, Window, mask_problem
-from quire.engine.model.packed_linear import PackedLinear
 from quire.engine.model.states import States, StateShape, with_states
 from quire.engine.model.step_tensors import StepTensors
 from quire.kernels.cpu.linear_attention import LinearAttention

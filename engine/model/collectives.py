@@ -16,7 +16,7 @@ import torch
 
 from quire.kernels.cpu import exchange, threads
 from quire.kernels.cpu.futex import futex_call
-from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.products.linear import UNIT
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 

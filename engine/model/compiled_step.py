@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import Forward, KvHeads, runs_alike
 from quire.engine.model.collectives import Collectives
-from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
-from quire.engine.model.parallel_layers import DividedHead, RowLinear
-from quire.engine.model.row_layers import RowNorm
+from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
+from quire.engine.model.layers.row_layers import RowNorm
 from quire.engine.model.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
 from quire.engine.model.step_tensors import StepTensors
 from quire.kernels.cpu import attention, step, threads
@@ -28,8 +28,8 @@ from quire.kernels.cpu.attention_tiles import (
 )
 from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.intrinsics import STORAGE
-from quire.kernels.cpu.linear import UNIT
-from quire.kernels.cpu.low_rank import SLOTS
+from quire.kernels.cpu.products.linear import UNIT
+from quire.kernels.cpu.products.low_rank import SLOTS
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 

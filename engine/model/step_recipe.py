@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
-from quire.engine.model.row_layers import KernelActivation, RowNorm
+from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
+from quire.engine.model.layers.row_layers import KernelActivation, RowNorm
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.linear import UNIT
+from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.rows import Activation
 
 Module = TypeVar("Module", bound=torch.nn.Module)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.digest import describe_tensor
 from quire.engine.weights.loader import LoadedModel
-from quire.kernels.cpu.linear import UNIT
-from quire.kernels.cpu.low_rank import LINEARS, UPDATE, pack_a, pack_b
+from quire.kernels.cpu.products.linear import UNIT
+from quire.kernels.cpu.products.low_rank import LINEARS, UPDATE, pack_a, pack_b
 from quire.kernels.metadata import Adapter
 from quire.models.file_checks import damaged, read_object
 from quire.models.safetensors_header import read_safetensors

@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 
 from quire.engine.weights.dequantize import Codes
 from quire.engine.weights.packed_codes import pack, stand_in, take_part, weight_bytes
-from quire.kernels.cpu.linear import PackedWeight
+from quire.kernels.cpu.products.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME
 from quire.models.gguf_header import read_header

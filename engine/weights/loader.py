@@ -14,15 +14,15 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from quire.engine.kv_cache.memory import dtype_name
-from quire.engine.model import attention, experts, own_attention
 from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
-from quire.engine.model.parallel_layers import connect_ranks
+from quire.engine.model.layers import attention, experts, own_attention
+from quire.engine.model.layers.parallel_layers import connect_ranks
+from quire.engine.model.layers.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
-from quire.engine.model.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.states import with_states
 from quire.engine.model.step_recipe import StepRecipe, read_recipe
 from quire.engine.weights.checkpoint import open_checkpoint
@@ -30,7 +30,7 @@ from quire.engine.weights.shared_module import load_shared, source_of
 from quire.engine.weights.sliced_weights import digest_of, digest_of_whole, load_slices
 from quire.engine.weights.weights_file import WeightsFile
 from quire.engine.weights.whole_model import DTYPES, load_module, pack_module
-from quire.kernels.cpu.linear import Allocate, in_own_memory
+from quire.kernels.cpu.products.linear import Allocate, in_own_memory
 from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
 from quire.models.model_files import check_configuration

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from quire.engine.weights.dequantize import Codes, scales_of_mxfp4
-from quire.kernels.cpu.coded_product import E2M1, E4M3, INT4, INT8, UINT4, ZERO_MASK
-from quire.kernels.cpu.coded_weight import pack_codes
-from quire.kernels.cpu.integer_product import MOST_INPUTS
-from quire.kernels.cpu.integer_weight import pack_integers
 from quire.kernels.cpu.intrinsics import GROUP
-from quire.kernels.cpu.linear import PackedWeight
+from quire.kernels.cpu.products.coded_product import E2M1, E4M3, INT4, INT8, UINT4, ZERO_MASK
+from quire.kernels.cpu.products.coded_weight import pack_codes
+from quire.kernels.cpu.products.integer_product import MOST_INPUTS
+from quire.kernels.cpu.products.integer_weight import pack_integers
+from quire.kernels.cpu.products.linear import PackedWeight
 
 _NANS_OF_E4M3 = (0x7F, 0xFF)
 _MIDDLES = {8: INT4, 128: INT8}

@@ -12,15 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.experts import packable_experts
-from quire.engine.model.own_attention import implementation_at_load
-from quire.engine.model.packed_linear import packable_weights
-from quire.engine.model.parallel_layers import head_units
+from quire.engine.model.layers.experts import packable_experts
+from quire.engine.model.layers.own_attention import implementation_at_load
+from quire.engine.model.layers.packed_linear import packable_weights
+from quire.engine.model.layers.parallel_layers import head_units
 from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.converted_names import ConvertedCheckpoint
 from quire.engine.weights.digest import model_digest
-from quire.kernels.cpu.linear import UNIT, PackedWeight
+from quire.kernels.cpu.products.linear import UNIT, PackedWeight
 
 if TYPE_CHECKING:
     from quire.engine.weights.gguf_checkpoint import GgufCheckpoint

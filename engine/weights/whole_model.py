@@ -12,14 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from quire.engine.model import own_attention
 from quire.engine.model.arithmetic import choose_sums
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.experts import pack_experts, packable_experts
-from quire.engine.model.latent_attention import keep_latents
-from quire.engine.model.packed_linear import pack_linear_layers, packable_weights
+from quire.engine.model.layers import own_attention
+from quire.engine.model.layers.experts import pack_experts, packable_experts
+from quire.engine.model.layers.latent_attention import keep_latents
+from quire.engine.model.layers.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.weights.checkpoint import Checkpoint
-from quire.kernels.cpu.linear import Allocate, PackedWeight, in_own_memory
+from quire.kernels.cpu.products.linear import Allocate, PackedWeight, in_own_memory
 from quire.models.file_checks import damaged
 from quire.models.model_files import read_weight_files
 from quire.models.source import EMBEDDING_MODULES
@@ -155,7 +155,7 @@ def pack_module(
             buffer.data = buffer.data.clone()
     else:
         # Triton comes with torch for CUDA; machines without a GPU may have none.
-        from quire.engine.model.gpu_layers import fuse_layers
+        from quire.engine.model.layers.gpu_layers import fuse_layers
 
         fuse_layers(module)
     return module

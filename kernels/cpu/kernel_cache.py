@@ -188,6 +188,6 @@ class _KernelFiles(IndexDataCacheFile):
 def _digest_of_sources() -> str:
     """Return a digest of the kernels' source files. Numba itself checks its own version."""
     digest = sha256(llvmlite.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.bfloat16_product import encode_pairs
 from quire.kernels.cpu.blocks import quantize_vector
 from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
-from quire.kernels.cpu.integer_product import encode_integers
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
     arrive,
@@ -32,10 +30,12 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
-from quire.kernels.cpu.low_rank import ADAPTED, LINEARS, add_updates, project
-from quire.kernels.cpu.nibble_product import encode_groups
-from quire.kernels.cpu.packed_product import (
+from quire.kernels.cpu.products.bfloat16_product import encode_pairs
+from quire.kernels.cpu.products.integer_product import encode_integers
+from quire.kernels.cpu.products.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
+from quire.kernels.cpu.products.low_rank import ADAPTED, LINEARS, add_updates, project
+from quire.kernels.cpu.products.nibble_product import encode_groups
+from quire.kernels.cpu.products.packed_product import (
     BY_GROUP,
     BY_ROW,
     FLOATS,

@@ -74,7 +74,7 @@ def functions() -> dict[str, str]:
     import xxhash
     from transformers import Gemma2Config
 
-    from quire.engine.model.row_layers import KernelFunctions
+    from quire.engine.model.layers.row_layers import KernelFunctions
     from quire.engine.model.step_recipe import _finish
     from quire.engine.sequences.sampler import rank_tokens
 

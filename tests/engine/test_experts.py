@@ -12,11 +12,11 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.experts import pack_experts, register
-from quire.engine.model.packed_linear import pack_linear_layers
-from quire.engine.model.row_layers import make_batch_invariant
+from quire.engine.model.layers.experts import pack_experts, register
+from quire.engine.model.layers.packed_linear import pack_linear_layers
+from quire.engine.model.layers.row_layers import make_batch_invariant
 from quire.engine.weights.loader import load_model
-from quire.kernels.cpu.amx_product import FLOAT32
+from quire.kernels.cpu.products.amx_product import FLOAT32
 from quire.settings.setting import SettingError
 from tests.testing.tiny_models import load_reference
 

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import dequant
 
-from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
 from quire.engine.weights.checkpoint import open_checkpoint
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kernels.cpu.coded_weight import CodedWeight
+from quire.kernels.cpu.products.coded_weight import CodedWeight
 from quire.llm import LLM, SamplingParams
 from quire.models import gguf_folder
 from quire.models.file_checks import ModelFileError

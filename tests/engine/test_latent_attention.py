@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 from quire.engine.engine import Engine
 from quire.engine.errors import KvBudgetError
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError, observe_attention
-from quire.engine.model.latent_attention import HeadLinear, LatentExpansion
+from quire.engine.model.layers import attention
+from quire.engine.model.layers.latent_attention import HeadLinear, LatentExpansion
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kernels.cpu.amx_product import FLOAT32
+from quire.kernels.cpu.products.amx_product import FLOAT32
 from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run, run_in_order
 

@@ -10,8 +10,8 @@ import torch
 
 from quire.benchmarks import model_sizes
 from quire.benchmarks.model_survey import generated_by_transformers, make_tiny_model
-from quire.engine.model import own_attention
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.layers import own_attention
 from quire.engine.weights.loader import load_model
 from tests.testing.tiny_engine import make_engine, make_request, run_in_order
 

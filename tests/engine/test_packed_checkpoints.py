@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.layers import attention
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.sliced_weights import load_slices
 from quire.engine.weights.weights_file import WeightsFile
-from quire.kernels.cpu.coded_product import E2M1, E4M3, INT4, INT8, UINT4
-from quire.kernels.cpu.coded_weight import CodedWeight
-from quire.kernels.cpu.integer_weight import IntegerWeight, quantize_rows
+from quire.kernels.cpu.products.coded_product import E2M1, E4M3, INT4, INT8, UINT4
+from quire.kernels.cpu.products.coded_weight import CodedWeight
+from quire.kernels.cpu.products.integer_weight import IntegerWeight, quantize_rows
 from quire.llm import LLM, SamplingParams
 from tests.testing.quantized_weights import awq, compressed_integers, gptq, mxfp4, save_quantized, scaled
 from tests.testing.tiny_engine import make_prompt

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.layers import attention
 from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.loader import load_model
 from quire.engine.weights.quantization import Quantization, read_quantization

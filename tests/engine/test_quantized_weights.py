@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from quire.engine.model.packed_linear import PackedEmbedding, PackedLinear, pack_linear_layers
+from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear, pack_linear_layers
 from quire.engine.weights.loader import load_model
-from quire.kernels.cpu.integer_product import MOST_INPUTS
 from quire.kernels.cpu.intrinsics import GROUP
-from quire.kernels.cpu.quantized_weight import QUANTIZED, quantize
+from quire.kernels.cpu.products.integer_product import MOST_INPUTS
+from quire.kernels.cpu.products.quantized_weight import QUANTIZED, quantize
 from quire.settings.setting import SettingError
 from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
 from tests.testing.tiny_models import generate_greedy, make_random_model

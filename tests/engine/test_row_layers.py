@@ -9,8 +9,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 
-from quire.engine.model.packed_linear import pack_linear_layers
-from quire.engine.model.row_layers import (
+from quire.engine.model.layers.packed_linear import pack_linear_layers
+from quire.engine.model.layers.row_layers import (
     KernelActivation,
     KernelFunctions,
     PlainRowNorm,

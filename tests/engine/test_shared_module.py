@@ -13,12 +13,12 @@ from threading import Barrier
 import pytest
 import torch
 
-from quire.engine.model.latent_attention import keep_latents
+from quire.engine.model.layers.latent_attention import keep_latents
 from quire.engine.weights import whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.shared_module import Source, load_shared
 from quire.engine.weights.weights_file import WeightsFile
-from quire.kernels.cpu.linear import Allocate
+from quire.kernels.cpu.products.linear import Allocate
 from tests.testing.tiny_engine import CPU
 
 WAIT_SECONDS = 20.0

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from quire.benchmarks.model_survey import RANK_SIZES, make_tiny_model
-from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.layers import attention
 from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.sliced_weights import load_slices
 

@@ -20,10 +20,10 @@ import torch
 from llvmlite import binding
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu import linear
-from quire.kernels.cpu.amx_product import AMX_BFLOAT16, CHAINS, TILES
-from quire.kernels.cpu.bfloat16_product import flush_denormals, restore_denormals
 from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
+from quire.kernels.cpu.products import linear
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, TILES
+from quire.kernels.cpu.products.bfloat16_product import flush_denormals, restore_denormals
 
 INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tdpbf16ps")
 _FAULT = len(INSTRUCTIONS)

@@ -16,11 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu import amx_product
-from quire.kernels.cpu import linear as linear_module
-from quire.kernels.cpu.amx_product import AMX_BFLOAT16, may_use_tiles
 from quire.kernels.cpu.intrinsics import processor_features
-from quire.kernels.cpu.linear import ROWS, TiledWeight, linear, pack, sums, tiles_are_exact
+from quire.kernels.cpu.products import amx_product
+from quire.kernels.cpu.products import linear as linear_module
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, may_use_tiles
+from quire.kernels.cpu.products.linear import ROWS, TiledWeight, linear, pack, sums, tiles_are_exact
 from tests.kernels.amx_emulator import INSTRUCTIONS, environment
 from tests.testing.linear_layers import check_rows_and_threads, in_pairs
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from llvmlite import binding, ir
 from numba import njit
 
-from quire.kernels.cpu.integer_product import (
+from quire.kernels.cpu.intrinsics import GROUP
+from quire.kernels.cpu.products.integer_product import (
     MOST_INPUTS,
     ROW_HEADER,
     Instruction,
@@ -29,10 +30,9 @@ from quire.kernels.cpu.integer_product import (
     encode_integers,
     integer_instruction,
 )
-from quire.kernels.cpu.integer_weight import quantize_to_integers
-from quire.kernels.cpu.intrinsics import GROUP
-from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, linear, sums
-from quire.kernels.cpu.nibble_product import (
+from quire.kernels.cpu.products.integer_weight import quantize_to_integers
+from quire.kernels.cpu.products.linear import ROWS, UNIT, PackedWeight, linear, sums
+from quire.kernels.cpu.products.nibble_product import (
     OPERAND_BYTES,
     SCALE_FACTOR,
     emit_end,
@@ -41,7 +41,7 @@ from quire.kernels.cpu.nibble_product import (
     emit_start,
     encode_groups,
 )
-from quire.kernels.cpu.quantized_weight import quantize
+from quire.kernels.cpu.products.quantized_weight import quantize
 from tests.testing.linear_layers import check_rows_and_threads
 
 HASWELL = "avx2 fma f16c"
@@ -124,8 +124,8 @@ from numba import njit
 
 features = dict.fromkeys("{PROCESSORS["Alder Lake"][1]}".split(), True)
 binding.get_host_cpu_features = lambda: features
-from quire.kernels.cpu import integer_product, nibble_product
-from quire.kernels.cpu.linear import _kernel
+from quire.kernels.cpu.products import integer_product, nibble_product
+from quire.kernels.cpu.products.linear import _kernel
 
 print(_kernel({stored})._library.get_asm_str())
 """

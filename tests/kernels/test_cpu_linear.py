@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu import linear as linear_module
-from quire.kernels.cpu.bfloat16_product import has_pair_products
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS
-from quire.kernels.cpu.linear import (
+from quire.kernels.cpu.products import linear as linear_module
+from quire.kernels.cpu.products.bfloat16_product import has_pair_products
+from quire.kernels.cpu.products.linear import (
     ROWS,
     UNIT,
     PackedWeight,

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
-from quire.kernels.cpu.linear import ROWS, UNIT, linear, pack
-from quire.kernels.cpu.quantized_weight import QuantizedWeight, quantize
-from quire.kernels.cpu.rounding import PEAKS
+from quire.kernels.cpu.products.linear import ROWS, UNIT, linear, pack
+from quire.kernels.cpu.products.quantized_weight import QuantizedWeight, quantize
+from quire.kernels.cpu.products.rounding import PEAKS
 from tests.testing.linear_layers import check_product, check_rows_and_threads
 
 WEIGHT_DTYPES = ["int8", "int4"]

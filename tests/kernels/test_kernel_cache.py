@@ -15,8 +15,8 @@ from quire.kernels.cpu.kernel_cache import _KernelFiles
 
 PROGRAM = """
 import torch
-from quire.kernels.cpu.linear import linear, pack
-from quire.kernels.cpu.quantized_weight import quantize
+from quire.kernels.cpu.products.linear import linear, pack
+from quire.kernels.cpu.products.quantized_weight import quantize
 
 torch.manual_seed(0)
 weight = torch.randn(96, 64)

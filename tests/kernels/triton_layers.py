@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.model.gpu_layers import GatedMlp, RmsNorm, fuse_layers
+from quire.engine.model.layers.gpu_layers import GatedMlp, RmsNorm, fuse_layers
 from quire.kernels.triton import rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

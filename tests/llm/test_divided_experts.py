@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.model.experts import PackedExperts
+from quire.engine.model.layers.experts import PackedExperts
 from quire.llm import LLM, SamplingParams
 from quire.settings.setting import SettingError
 from tests.testing.tiny_models import best_tokens, load_reference

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.cpu.linear import ROWS
+from quire.kernels.cpu.products.linear import ROWS
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
-from quire.engine.model.packed_linear import PackedLinear
-from quire.kernels.cpu.bfloat16_product import PAIRS
-from quire.kernels.cpu.integer_product import INTEGERS, integer_instruction
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.kernels.cpu.intrinsics import processor_features
-from quire.kernels.cpu.nibble_product import NIBBLES
+from quire.kernels.cpu.products.bfloat16_product import PAIRS
+from quire.kernels.cpu.products.integer_product import INTEGERS, integer_instruction
+from quire.kernels.cpu.products.nibble_product import NIBBLES
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16

@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils
 
-from quire.kernels.cpu.integer_product import Instruction, emit_single_bytes, scale_and_inverse
 from quire.kernels.cpu.intrinsics import GROUP, exact, pointer, splat
+from quire.kernels.cpu.products.integer_product import Instruction, emit_single_bytes, scale_and_inverse
 
 NIBBLES: Any = np.float64
 """NumPy type that stands for these weights in Numba."""

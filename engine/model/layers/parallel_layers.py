@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import Collectives, pieces
-from quire.engine.model.experts import divide_experts
-from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.layers.experts import divide_experts
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.parallel_plan import Division, ParallelPlan
-from quire.kernels.cpu.linear import UNIT, linear, sums
+from quire.kernels.cpu.products.linear import UNIT, linear, sums
 
 
 class RowLinear(PackedLinear):

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from quire.kernels.cpu.linear import ROWS, UNIT, PackedWeight, multiply_chunks
+from quire.kernels.cpu.products.linear import ROWS, UNIT, PackedWeight, multiply_chunks
 
 
 class WeightGroup:

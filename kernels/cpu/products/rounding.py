@@ -9,7 +9,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from quire.kernels.cpu.coded_product import place_in_word
 from quire.kernels.cpu.intrinsics import (
     GROUP,
     SQUARE,
@@ -20,6 +19,7 @@ from quire.kernels.cpu.intrinsics import (
     instruction,
     transpose,
 )
+from quire.kernels.cpu.products.coded_product import place_in_word
 
 PEAKS = {8: (127.0,), 4: (-8.0, -7.0, -7.25, -7.75, -8.25, -8.5, -8.75, -9.0)}
 """What the weight of the largest magnitude in a group may be in steps of its scale, by the number of bits.

@@ -20,9 +20,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
-from quire.engine.model.packed_linear import PackedLinear
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.linear import pack
+from quire.kernels.cpu.products.linear import pack
 from quire.kernels.cpu.rows import Activation, Norm
 
 _UNDIVIDED = 1 << 14

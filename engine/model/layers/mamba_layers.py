@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.state_layers import convolution_weights, decays_of_heads, gated_norm, kept_weights
+from quire.engine.model.layers.state_layers import (
+    convolution_weights,
+    decays_of_heads,
+    gated_norm,
+    kept_weights,
+)
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from quire.engine.model.packed_linear import pack_weight
-from quire.kernels.cpu.linear import UNIT, PackedWeight, sums
+from quire.engine.model.layers.packed_linear import pack_weight
+from quire.kernels.cpu.products.linear import UNIT, PackedWeight, sums
 
 
 class HeadLinear(torch.nn.Module):

@@ -21,11 +21,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from quire.engine.model.check import UnsupportedModelError, refusing
 from quire.engine.model.collectives import Collectives, Int64s, pieces
-from quire.engine.model.llama4_layers import use_experts_interface
-from quire.engine.model.packed_linear import pack_weight
+from quire.engine.model.layers.llama4_layers import use_experts_interface
+from quire.engine.model.layers.packed_linear import pack_weight
 from quire.engine.model.parallel_shares import DividedExperts
-from quire.kernels.cpu.grouped_linear import WeightGroup, grouped_sums
-from quire.kernels.cpu.linear import PackedWeight
+from quire.kernels.cpu.products.grouped_linear import WeightGroup, grouped_sums
+from quire.kernels.cpu.products.linear import PackedWeight
 from quire.kernels.cpu.weighted_sums import weighted_sums
 
 _IMPLEMENTATION = "quire"

@@ -9,12 +9,12 @@ from types import MappingProxyType
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from quire.kernels.cpu.amx_product import FLOAT32
-from quire.kernels.cpu.integer_product import MOST_INPUTS
-from quire.kernels.cpu.integer_weight import quantize_to_integers
 from quire.kernels.cpu.intrinsics import GROUP
-from quire.kernels.cpu.linear import UNIT, Allocate, PackedWeight, in_own_memory, linear, pack
-from quire.kernels.cpu.quantized_weight import quantize
+from quire.kernels.cpu.products.amx_product import FLOAT32
+from quire.kernels.cpu.products.integer_product import MOST_INPUTS
+from quire.kernels.cpu.products.integer_weight import quantize_to_integers
+from quire.kernels.cpu.products.linear import UNIT, Allocate, PackedWeight, in_own_memory, linear, pack
+from quire.kernels.cpu.products.quantized_weight import quantize
 from quire.settings.setting import SettingError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,7 +17,6 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
-from quire.kernels.cpu.integer_weight import quantize_rows
 from quire.kernels.cpu.intrinsics import (
     GROUP,
     STORAGE,
@@ -27,10 +26,11 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
-from quire.kernels.cpu.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
-from quire.kernels.cpu.packed_product import group_bytes
-from quire.kernels.cpu.rounding import find_scales, read_group, write_words
+from quire.kernels.cpu.products.integer_weight import quantize_rows
+from quire.kernels.cpu.products.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
+from quire.kernels.cpu.products.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
+from quire.kernels.cpu.products.packed_product import group_bytes
+from quire.kernels.cpu.products.rounding import find_scales, read_group, write_words
 
 QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8, "w4a8": NIBBLES}
 """NumPy type that stands for weights of a dtype in Numba."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.model.state_layers import kept_weights
+from quire.engine.model.layers.state_layers import kept_weights
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation

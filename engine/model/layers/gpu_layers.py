@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.model.row_layers import ACTIVATIONS, TOLERANCES, find_rms_norm
+from quire.engine.model.layers.row_layers import ACTIVATIONS, TOLERANCES, find_rms_norm
 from quire.kernels.cpu.rows import Activation, Norm
 from quire.kernels.triton import rows
 from quire.kernels.triton.rows import GatedKind

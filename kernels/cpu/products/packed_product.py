@@ -21,24 +21,6 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
-from quire.kernels.cpu.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
-from quire.kernels.cpu.bfloat16_product import LANES, emit_pair_products
-from quire.kernels.cpu.coded_product import (
-    CODINGS,
-    Coding,
-    emit_groups,
-    float_lanes,
-    is_coded,
-    place_in_word,
-    read_code,
-)
-from quire.kernels.cpu.integer_product import (
-    INPUTS,
-    PANEL_TRAILER,
-    ROW_HEADER,
-    emit_integer_products,
-    integer_instruction,
-)
 from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
     GROUP,
@@ -55,7 +37,25 @@ from quire.kernels.cpu.intrinsics import (
     widened,
     widened_vector,
 )
-from quire.kernels.cpu.nibble_product import (
+from quire.kernels.cpu.products.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
+from quire.kernels.cpu.products.bfloat16_product import LANES, emit_pair_products
+from quire.kernels.cpu.products.coded_product import (
+    CODINGS,
+    Coding,
+    emit_groups,
+    float_lanes,
+    is_coded,
+    place_in_word,
+    read_code,
+)
+from quire.kernels.cpu.products.integer_product import (
+    INPUTS,
+    PANEL_TRAILER,
+    ROW_HEADER,
+    emit_integer_products,
+    integer_instruction,
+)
+from quire.kernels.cpu.products.nibble_product import (
     CORRECTION_WORD,
     OPERAND_BYTES,
     SCALE_WORD,

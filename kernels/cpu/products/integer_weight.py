@@ -10,7 +10,6 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
-from quire.kernels.cpu.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
 from quire.kernels.cpu.intrinsics import (
     GROUP,
     STORAGE,
@@ -23,8 +22,9 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
-from quire.kernels.cpu.rounding import read_group, write_words
+from quire.kernels.cpu.products.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
+from quire.kernels.cpu.products.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
+from quire.kernels.cpu.products.rounding import read_group, write_words
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

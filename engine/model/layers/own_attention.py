@@ -15,13 +15,13 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quire.engine.model import attention
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.convolution_layers import run_short_convolution
-from quire.engine.model.delta_layers import run_delta_net, run_kimi_delta_attention
-from quire.engine.model.lightning_layers import run_lightning_attention
-from quire.engine.model.llama4_layers import run_chunked_attention
-from quire.engine.model.mamba_layers import run_mamba
+from quire.engine.model.layers import attention
+from quire.engine.model.layers.convolution_layers import run_short_convolution
+from quire.engine.model.layers.delta_layers import run_delta_net, run_kimi_delta_attention
+from quire.engine.model.layers.lightning_layers import run_lightning_attention
+from quire.engine.model.layers.llama4_layers import run_chunked_attention
+from quire.engine.model.layers.mamba_layers import run_mamba
 
 Attend = Callable[..., torch.Tensor]
 """Attention of a layer: returns ``[1, num_tokens, num_heads, head_dim]`` for ``[1, num_heads, num_tokens,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
-from quire.engine.model.latent_attention import latent_expansion
+from quire.engine.model.layers.latent_attention import latent_expansion
 from quire.engine.model.states import States
 from quire.kernels import ops
 from quire.kernels.cpu.linear_attention import LinearAttention

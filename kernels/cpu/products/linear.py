@@ -25,7 +25,17 @@ import torch
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
-from quire.kernels.cpu.amx_product import (
+from quire.kernels.cpu.intrinsics import (
+    GROUP,
+    STORAGE,
+    TILE_COLUMNS,
+    exact,
+    fetch_and_increment,
+    keep_apart,
+    pointer,
+)
+from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.products.amx_product import (
     AMX_BFLOAT16,
     CHAINS,
     FLOAT32,
@@ -39,26 +49,16 @@ from quire.kernels.cpu.amx_product import (
     may_use_tiles,
     release_tiles,
 )
-from quire.kernels.cpu.bfloat16_product import (
+from quire.kernels.cpu.products.bfloat16_product import (
     PAIRS,
     flush_denormals,
     has_pair_products,
     restore_denormals,
     swap_pairs,
 )
-from quire.kernels.cpu.coded_product import decode, is_coded
-from quire.kernels.cpu.integer_product import scale_sums
-from quire.kernels.cpu.intrinsics import (
-    GROUP,
-    STORAGE,
-    TILE_COLUMNS,
-    exact,
-    fetch_and_increment,
-    keep_apart,
-    pointer,
-)
-from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.packed_product import (
+from quire.kernels.cpu.products.coded_product import decode, is_coded
+from quire.kernels.cpu.products.integer_product import scale_sums
+from quire.kernels.cpu.products.packed_product import (
     AHEAD,
     BY_ROW,
     FEW_ROWS,
@@ -70,7 +70,7 @@ from quire.kernels.cpu.packed_product import (
     quantized_bits,
     row_header,
 )
-from quire.kernels.cpu.transposed import HALVES, SWAPPED, WORDS, can_transpose, transpose_panels
+from quire.kernels.cpu.products.transposed import HALVES, SWAPPED, WORDS, can_transpose, transpose_panels
 
 logger = logging.getLogger(__name__)
 
