@@ -20,11 +20,12 @@ NARROW, HEIGHT = 390, 844
 
 
 def endless_demo_model(folder: Path) -> str:
-    """Copy the demo model, without the token that ends its answers."""
+    """Copy the demo model; the token that ends its answers is one that it has never learned to write."""
     shutil.copytree(demo_model_path(), folder)
+    padding = json.loads((folder / "config.json").read_text())["pad_token_id"]
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**config, "eos_token_id": 3}))
+        (folder / name).write_text(json.dumps({**config, "eos_token_id": padding}))
     return str(folder)
 
 
