@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from llvmlite import binding
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
-from quire.kernels.cpu.products import linear
-from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, TILES
+from quire.kernels.cpu.products import integer_weight, linear
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import flush_denormals, restore_denormals
 
-INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tdpbf16ps")
+INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tdpbf16ps", "tdpbusd")
 _FAULT = len(INSTRUCTIONS)
 """Place of the counter of instructions that the handler does not know, or whose tiles do not match."""
 _SHAPES = np.zeros((8, 2), np.int64)
@@ -42,7 +43,7 @@ _SIGILL, _SA_SIGINFO = 4, 4
 
 def environment() -> dict[str, str]:
     """Return the environment in which Numba compiles instructions of AMX too."""
-    features = f"{binding.get_host_cpu_features().flatten()},+amx-tile,+amx-bf16"
+    features = f"{binding.get_host_cpu_features().flatten()},+amx-tile,+amx-bf16,+amx-int8"
     cpu = binding.get_host_cpu_name()
     return os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "OMP_NUM_THREADS": "1"}
 
@@ -79,14 +80,33 @@ def _move(tile: int, base: int, stride: int, stores: bool) -> None:
 
 
 @exact
-def _multiply(total: int, left: int, right: int) -> bool:
-    """Add the product of two tiles to another one; return False if their shapes do not match."""
+def _match(total: int, left: int, right: int) -> bool:
+    """Return whether the shapes of two tiles and of their product match."""
+    shapes = carray(pointer(_SHAPES_AT, np.int64), (8, 2))
+    if shapes[total, 0] == 0 or shapes[left, 0] != shapes[total, 0]:
+        return False
+    matches: bool = shapes[right, 0] == shapes[left, 1] // 4 and shapes[right, 1] == shapes[total, 1]
+    return matches
+
+
+@exact
+def _multiply_integers(total: int, left: int, right: int) -> None:
+    """Add the product of a tile of unsigned integers and one of signed ones to another one."""
+    shapes = carray(pointer(_SHAPES_AT, np.int64), (8, 2))
+    sums = _tile(total, np.int32, 16)
+    inputs, weights = _tile(left, np.uint8, 64), _tile(right, np.int8, 64)
+    for row in range(shapes[total, 0]):
+        for column in range(shapes[total, 1] // 4):
+            for k in range(shapes[left, 1]):
+                product = np.int32(inputs[row, k]) * np.int32(weights[k // 4, 4 * column + k % 4])
+                sums[row, column] += np.int32(product)
+
+
+@exact
+def _multiply(total: int, left: int, right: int) -> None:
+    """Add the product of two tiles of bfloat16 to another one."""
     shapes = carray(pointer(_SHAPES_AT, np.int64), (8, 2))
     num_rows, num_pairs, width = shapes[total, 0], shapes[left, 1] // 4, shapes[total, 1]
-    if num_rows == 0 or shapes[left, 0] != num_rows:
-        return False
-    if shapes[right, 0] != num_pairs or shapes[right, 1] != width:
-        return False
     register = flush_denormals(CHAINS)
     sums, inputs, weights = (
         _tile(total, np.float32, 16),
@@ -105,7 +125,6 @@ def _multiply(total: int, left: int, right: int) -> bool:
                 odd = multiply_add(x, w, odd)
             sums[row, column] += even + odd
     restore_denormals(register, CHAINS)
-    return True
 
 
 def _handle(signal: int, info: int, context: int) -> None:
@@ -141,8 +160,14 @@ def _handle(signal: int, info: int, context: int) -> None:
         elif opcode == 0x4B and prefix >= 2:
             kind = 2 if prefix == 3 else 3
             _move(number, address, stride, prefix == 2)
-        elif opcode == 0x5C and prefix == 2 and _multiply(number, low, np.int64(~code[2] >> 3 & 7)):
-            kind = 4
+        else:
+            weights = np.int64(~code[2] >> 3 & 7)
+            if opcode == 0x5C and prefix == 2 and _match(number, low, weights):
+                kind = 4
+                _multiply(number, low, weights)
+            elif opcode == 0x5E and prefix == 1 and _match(number, low, weights):
+                kind = 5
+                _multiply_integers(number, low, weights)
     counts[kind] += 1
     registers[_INSTRUCTION_POINTER] = at + length
 
@@ -180,14 +205,26 @@ def compare(num_rows: int, in_features: int, out_features: int, num_segments: in
     assert torch.equal(*results), (num_rows, in_features, out_features, num_segments)
 
 
+def compare_integers(num_rows: int, in_features: int, out_features: int) -> None:
+    """Compare the sums of integers by tiles with those by vectors."""
+    generator = torch.Generator().manual_seed(num_rows * in_features)
+    inputs = torch.randn((num_rows, in_features), generator=generator)
+    weight = torch.randn((out_features, in_features), generator=generator)
+    setattr(integer_weight, "may_use_tiles", lambda _: True)  # noqa: B010
+    packed = integer_weight.quantize_to_integers(weight)
+    assert packed.stored is INTEGER_TILES
+    vectors = replace(packed, by_tiles=False)
+    assert torch.equal(*(linear.sums(inputs, each, None) for each in (packed, vectors)))
+
+
 def assembly() -> str:
-    """Return the assembly of a product by tiles for Intel's Sapphire Rapids."""
+    """Return the assembly of products by tiles for Intel's Sapphire Rapids."""
 
     def product(address: int) -> None:
         field: Any = np.int64(address)
-        linear.multiply_unit(
-            linear.Product(field, field, field, field, field, field, field, field), 1, 0, TILES
-        )
+        operands = linear.Product(field, field, field, field, field, field, field, field)
+        linear.multiply_unit(operands, 1, 0, TILES)
+        linear.multiply_unit(operands, 1, 0, INTEGER_TILES)
 
     compiled = cfunc(types.void(types.int64))(product)
     target = binding.Target.from_default_triple().create_target_machine(cpu="sapphirerapids", opt=3)
@@ -202,6 +239,8 @@ def main() -> None:
         compare(num_rows, 96, 130, 1)
     compare(20, 2080, 64, 1)
     compare(35, 512, 70, 8)
+    for num_rows, in_features, out_features in ((1, 64, 70), (3, 64, 70), (17, 96, 130), (33, 2112, 64)):
+        compare_integers(num_rows, in_features, out_features)
     words = assembly().split()
     written = [words.count(name) for name in INSTRUCTIONS]
     print(json.dumps({"met": _COUNTS.tolist(), "written": written}))

@@ -22,6 +22,8 @@ from llvmlite import binding, ir
 from numba import njit
 
 from quire.kernels.cpu.intrinsics import GROUP
+from quire.kernels.cpu.products import amx_product
+from quire.kernels.cpu.products.amx_product import INTEGER_FEATURES, may_use_tiles
 from quire.kernels.cpu.products.integer_product import (
     MOST_INPUTS,
     ROW_HEADER,
@@ -47,6 +49,7 @@ from tests.testing.linear_layers import check_rows_and_threads
 HASWELL = "avx2 fma f16c"
 SKYLAKE = f"{HASWELL} avx512f avx512bw avx512dq avx512vl"
 VNNI = f"{SKYLAKE} avx512vnni"
+AMX = "amx-tile amx-int8 amx-bf16"
 PROCESSORS: dict[str, tuple[str, str, tuple[Instruction, int]]] = {
     "Sandy Bridge": ("sandybridge", "avx", ("vpmulld", 8)),
     "Haswell": ("haswell", HASWELL, ("vpmaddwd", 8)),
@@ -55,8 +58,8 @@ PROCESSORS: dict[str, tuple[str, str, tuple[Instruction, int]]] = {
     "Skylake-X": ("skylake-avx512", SKYLAKE, ("vpmaddwd", 16)),
     "Zen 4": ("znver4", f"{VNNI} avx512bf16", ("vpdpbusd", 16)),
     "Zen 5": ("znver5", f"{VNNI} avx512bf16 avxvnni", ("vpdpbusd", 16)),
-    "Sapphire Rapids": ("sapphirerapids", f"{VNNI} avx512bf16 avxvnni amx-int8 amx-bf16", ("vpdpbusd", 16)),
-    "Diamond Rapids": ("diamondrapids", f"{VNNI} avx512bf16 avxvnni avxvnniint8 amx-int8", ("vpdpbusd", 16)),
+    "Sapphire Rapids": ("sapphirerapids", f"{VNNI} avx512bf16 avxvnni {AMX}", ("vpdpbusd", 16)),
+    "Diamond Rapids": ("diamondrapids", f"{VNNI} avx512bf16 avxvnni avxvnniint8 {AMX}", ("vpdpbusd", 16)),
 }
 """LLVM's name of each processor, its features that matter here, and how it multiplies integers."""
 INSTRUCTIONS: list[tuple[Instruction, int, str]] = [
@@ -82,6 +85,19 @@ PACKS = [quantize_to_integers, partial(quantize, weight_dtype="w4a8")]
 def test_the_instruction_of_a_processor(name: str) -> None:
     _, features, expected = PROCESSORS[name]
     assert integer_instruction(dict.fromkeys(features.split(), True)) == expected
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_which_processors_multiply_integers_by_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Permitting:
+        def syscall(self, *_: int) -> int:
+            return 0
+
+    monkeypatch.setattr(
+        amx_product, "processor_features", lambda: dict.fromkeys(PROCESSORS[name][1].split(), True)
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Permitting())
+    assert may_use_tiles.__wrapped__(INTEGER_FEATURES) == name.endswith("Rapids")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")

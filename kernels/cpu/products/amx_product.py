@@ -1,7 +1,7 @@
-"""Products of bfloat16 in the order of the instruction ``tdpbf16ps`` (AMX), with tiles or without.
+"""Products by tiles (AMX): of bfloat16 in the order of the instruction ``tdpbf16ps``, with tiles or without.
 
-The instruction multiplies a tile of up to 16 rows of 32 inputs by a tile of 32 inputs of 16 columns. For each
-output, one chain of fused multiplications sums the products of the inputs at even places, from zero, and
+This instruction multiplies a tile of up to 16 rows of 32 inputs by a tile of 32 inputs of 16 columns. For
+each output, one chain of fused multiplications sums the products of the inputs at even places, from zero, and
 another one those at odd places. Then the sum of both chains is added to the output. Results are rounded to
 the nearest float32, half to even, and denormal numbers are zero (Intel, Software Developer's Manual, volume
 2, TDPBF16PS). Tiles of any number of rows thus have the same bits, and so do vectors of float32 that are
@@ -14,6 +14,9 @@ depend on which comes first.
     tile    [16, 16, 2]       column 0    column 1    …
             inputs 0 and 1   | k=1 | k=0 | k=1 | k=0 | …
             inputs 2 and 3   | k=3 | k=2 | k=3 | k=2 | …
+
+The instruction ``tdpbusd`` multiplies integers of 8 bits, 64 inputs at a time. Its sums are exact, and its
+tiles are parts of the panels of ``integer_product``.
 """
 
 from __future__ import annotations
@@ -38,19 +41,26 @@ FLOAT32 = "float32-1"
 AMX_BFLOAT16 = "amx-bf16-1"
 """Name of the order of sums of these products."""
 FEATURES = frozenset({"amx-tile", "amx-bf16"})
-"""LLVM's names of the features of processors that have the instruction."""
+"""LLVM's names of the features of processors that have the instruction for bfloat16."""
+INTEGER_FEATURES = frozenset({"amx-tile", "amx-int8"})
+"""Those of processors that have the instruction for integers."""
 CHAINS: Any = np.uint64
 """NumPy type that stands in Numba for weights that vectors of float32 multiply in this order."""
 TILES: Any = np.int64
 """NumPy type that stands in Numba for the same weights, multiplied by tiles."""
+INTEGER_TILES: Any = np.complex64
+"""NumPy type that stands in Numba for the weights of ``integer_product``, multiplied by tiles."""
 TILE_SIDE = 16
 """Most rows of a tile, and its columns."""
 TILE_INPUTS = 32
-"""Inputs that one instruction multiplies."""
-TILE_BYTES = 2 * TILE_SIDE * TILE_INPUTS
+"""Inputs in bfloat16 that one instruction multiplies."""
+TILE_ROW_BYTES = 64
+TILE_BYTES = TILE_SIDE * TILE_ROW_BYTES
 
 _BYTE = ir.IntType(8)
 _INT64 = ir.IntType(64)
+_PRODUCTS = {types.int64: "tdpbf16ps", types.complex64: "tdpbusd"}
+"""Instruction by the Numba type of the weights."""
 _PREFIX = "llvm.x86."
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 # The registers of tiles. Those of sums are numbered by row of tiles, then by column of tiles.
@@ -59,10 +69,10 @@ _OF_SECOND_ROW = (2, 3, _INPUTS[1])
 
 
 @cache
-def may_use_tiles() -> bool:
-    """Return whether the processor has tiles and Linux permits them to this process, which asks once."""
+def may_use_tiles(needed: frozenset[str] = FEATURES) -> bool:
+    """Return whether the processor has some features, and Linux permits tiles to this process, which asks."""
     features = processor_features()
-    if not all(features.get(name, False) for name in FEATURES):
+    if not all(features.get(name, False) for name in needed):
         return False
     if platform.system() != "Linux":
         return False
@@ -80,39 +90,50 @@ def has_tile_products(typingctx: Any, stored: Any) -> Any:
     """Return whether tiles multiply weights of a stored type."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype == types.int64)
+        return ir.Constant(ir.IntType(1), stored.dtype in _PRODUCTS)
 
     return types.boolean(stored), codegen
 
 
 @instruction
-def configure_tiles(typingctx: Any, first: Any, second: Any, stored: Any) -> Any:
+def configure_tiles(typingctx: Any, first: Any, second: Any, row_bytes: Any, stored: Any) -> Any:
     """Give this thread's registers the shapes of tiles for ``add_tile_products``, and zero them.
 
     Other libraries use tiles, too, so no configuration can be expected from before.
 
     Args:
         first, second: rows of the first and of the second row of tiles.
-        stored: nothing happens unless it is ``TILES``.
+        row_bytes: bytes of inputs in a row of a tile, at most ``TILE_ROW_BYTES``.
+        stored: nothing happens unless tiles multiply weights of this type.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if stored.dtype != types.int64:
+        if stored.dtype not in _PRODUCTS:
             return context.get_dummy_value()
         all_bytes = ir.VectorType(_BYTE, 64)
         # The palette 1, then from byte 16 the bytes of a row as 16 bits, and from byte 48 the rows.
-        shapes = [1, *[0] * 15, *[4 * TILE_SIDE, 0] * 8, *[0] * 16, *[TILE_SIDE] * 8, *[0] * 8]
+        shapes = [1, *[0] * 15, *[TILE_ROW_BYTES, 0] * 8, *[0] * 32]
         value = ir.Constant(all_bytes, shapes)
-        first_rows, second_rows = (builder.trunc(rows, _BYTE) for rows in arguments[:2])
+        first_rows, second_rows, row_bytes = (builder.trunc(each, _BYTE) for each in arguments[:3])
+        # A row of a tile of weights has the weights of 4 bytes of inputs.
+        weight_rows = builder.lshr(row_bytes, ir.Constant(_BYTE, 2))
+
+        def insert(place: int, byte: Any) -> None:
+            nonlocal value
+            value = builder.insert_element(value, byte, ir.Constant(ir.IntType(32), place))
+
         for register in range(_WEIGHTS[0]):
-            rows = second_rows if register in _OF_SECOND_ROW else first_rows
-            value = builder.insert_element(value, rows, ir.Constant(ir.IntType(32), 48 + register))
+            insert(48 + register, second_rows if register in _OF_SECOND_ROW else first_rows)
+        for register in _INPUTS:
+            insert(16 + 2 * register, row_bytes)
+        for register in _WEIGHTS:
+            insert(48 + register, weight_rows)
         memory = cgutils.alloca_once(builder, all_bytes)
         builder.store(value, memory)
         _emit(builder, "ldtilecfg", builder.bitcast(memory, _BYTE.as_pointer()))
         return context.get_dummy_value()
 
-    return types.none(types.int64, types.int64, stored), codegen
+    return types.none(types.int64, types.int64, types.int64, stored), codegen
 
 
 @instruction
@@ -120,7 +141,7 @@ def release_tiles(typingctx: Any, stored: Any) -> Any:
     """End this thread's use of tiles, which the system then need not save."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if stored.dtype == types.int64:
+        if stored.dtype in _PRODUCTS:
             _emit(builder, "tilerelease")
         return context.get_dummy_value()
 
@@ -133,31 +154,33 @@ def add_tile_products(
     total: Any,
     left: Any,
     right: Any,
-    depth: Any,
+    num_tiles: Any,
     strides: Any,
     num_rows: Any,
     num_columns: Any,
     stored: Any,
 ) -> Any:
-    """Add the products of some tiles to float32 sums, after ``configure_tiles``.
+    """Add the products of some tiles to sums in float32 or int32, after ``configure_tiles``.
 
     Args:
-        total, left, right: addresses of the sums, of rows of bfloat16 in pairs, and of the first tile.
-        depth: inputs to sum, a multiple of ``TILE_INPUTS``.
+        total, left, right: addresses of the sums, of rows of inputs, and of the first tile of weights.
+        num_tiles: tiles whose products a sum adds.
         strides: bytes from one row of total to the next, from one row of left to the next, from a tile of
-            right to the next inputs of its columns, and from there to the next columns.
-        num_rows, num_columns: number of tiles, literals: at most 2 rows, and 4 tiles in all.
-        stored: nothing happens unless it is ``TILES``.
+            left to the next, and from a tile of right to the next inputs of its columns, to the next columns,
+            and from one of its rows to the next.
+        num_rows, num_columns: number of tiles of sums, literals: at most 2 rows, and 4 tiles in all.
+        stored: nothing happens unless tiles multiply weights of this type.
     """
     if not all(isinstance(each, types.IntegerLiteral) for each in (num_rows, num_columns)):
         return None
     rows, columns = range(num_rows.literal_value), range(num_columns.literal_value)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if stored.dtype != types.int64:
+        if stored.dtype not in _PRODUCTS:
             return context.get_dummy_value()
-        total_at, left_at, right_at, inputs = arguments[:4]
-        total_stride, left_stride, depth_stride, column_stride = cgutils.unpack_tuple(builder, arguments[4])
+        total_at, left_at, right_at, count = arguments[:4]
+        total_stride, left_stride, *right_strides = cgutils.unpack_tuple(builder, arguments[4])
+        input_stride, depth_stride, column_stride, row_stride = right_strides
 
         def moved(base: Any, stride: Any, count: Any) -> Any:
             factor = count if isinstance(count, ir.Value) else ir.Constant(_INT64, count)
@@ -176,7 +199,7 @@ def add_tile_products(
         }
 
         def add(block: Any, _: Values) -> Values:
-            offset = builder.mul(block, ir.Constant(_INT64, 2 * TILE_INPUTS))
+            offset = builder.mul(block, input_stride)
             for row in rows:
                 at = builder.add(moved(left_at, left_stride, TILE_SIDE * row), offset)
                 move("tileloadd64", _INPUTS[row], at, left_stride)
@@ -184,15 +207,15 @@ def add_tile_products(
             for column in columns:
                 weights = _WEIGHTS[column % len(_WEIGHTS)]
                 at = moved(first, column_stride, column)
-                move("tileloadd64", weights, at, ir.Constant(_INT64, 4 * TILE_SIDE))
+                move("tileloadd64", weights, at, row_stride)
                 for row in rows:
                     registers = (row * len(columns) + column, _INPUTS[row], weights)
-                    _emit(builder, "tdpbf16ps", *(ir.Constant(_BYTE, each) for each in registers))
+                    _emit(builder, _PRODUCTS[stored.dtype], *(ir.Constant(_BYTE, each) for each in registers))
             return {}
 
         for register, address in sums.items():
             move("tileloadd64", register, address, total_stride)
-        emit_loop(builder, builder.udiv(inputs, ir.Constant(_INT64, TILE_INPUTS)), {}, add)
+        emit_loop(builder, count, {}, add)
         for register, address in sums.items():
             move("tilestored64", register, address, total_stride)
         return context.get_dummy_value()

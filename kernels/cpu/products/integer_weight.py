@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,21 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.products.amx_product import (
+    INTEGER_FEATURES,
+    INTEGER_TILES,
+    TILE_SIDE,
+    may_use_tiles,
+)
 from quire.kernels.cpu.products.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
-from quire.kernels.cpu.products.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
+from quire.kernels.cpu.products.linear import (
+    UNIT,
+    Allocate,
+    EncodedWeight,
+    have_same_sums,
+    in_own_memory,
+    num_padded_panels,
+)
 from quire.kernels.cpu.products.rounding import read_group, write_words
 
 
@@ -41,17 +55,21 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(is_finite, integers, 0), scales
 
 
+@dataclass(frozen=True)
 class IntegerWeight(EncodedWeight):
     """A weight in integers with one scale for each output.
 
     Attributes:
         panels: uint8 ``[out_features / TILE_COLUMNS, bytes of a panel]``.
+        by_tiles: whether tiles multiply it with more than a few rows, or only vectors.
     """
+
+    by_tiles: bool
 
     @property
     def stored(self) -> Any:
         """The NumPy type that represents the weight in Numba."""
-        return INTEGERS
+        return INTEGER_TILES if self.by_tiles else INTEGERS
 
     @property
     def rounds_inputs(self) -> bool:
@@ -82,6 +100,22 @@ def quantize_to_integers(weight: torch.Tensor, allocate: Allocate = in_own_memor
         weight: the weight, whose number of inputs is a multiple of ``GROUP``.
         allocate: allocates the packed weight.
     """
+    return _quantize(weight, allocate, tiles_are_exact())
+
+
+@cache
+def tiles_are_exact() -> bool:
+    """Return whether this process may use tiles, and their products have the bits of vectors."""
+    if not may_use_tiles(INTEGER_FEATURES):
+        return False
+    shape = (2 * TILE_SIDE + 1 + UNIT, 3 * GROUP)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    inputs, weight = values.split([2 * TILE_SIDE + 1, UNIT])
+    tiles = _quantize(weight, in_own_memory, by_tiles=True)
+    return have_same_sums(inputs, tiles, replace(tiles, by_tiles=False))
+
+
+def _quantize(weight: torch.Tensor, allocate: Allocate, by_tiles: bool) -> IntegerWeight:
     out_features, in_features = weight.shape
     num_panels, num_whole = num_padded_panels(out_features), out_features // TILE_COLUMNS
     panels = allocate((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), torch.uint8)
@@ -90,7 +124,7 @@ def quantize_to_integers(weight: torch.Tensor, allocate: Allocate = in_own_memor
     rest = weight[num_whole * TILE_COLUMNS :]
     rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
     _quantize_panels(rest, panels[num_whole:])
-    return IntegerWeight(panels, out_features, in_features, weight.dtype)
+    return IntegerWeight(panels, out_features, in_features, weight.dtype, by_tiles)
 
 
 _FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
@@ -170,4 +204,4 @@ def pack_integers(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
         factors = torch.nn.functional.pad(scales[own], padding).view(torch.int32)
         trailer = torch.stack((factors, values.sum(-1).to(torch.int32)))
         panels[panel, -PANEL_TRAILER:] = trailer.view(-1).view(torch.uint8)
-    return IntegerWeight(panels, out_features, in_features, dtype)
+    return IntegerWeight(panels, out_features, in_features, dtype, tiles_are_exact())

@@ -41,6 +41,7 @@ from quire.kernels.cpu.products.amx_product import (
     FLOAT32,
     TILE_BYTES,
     TILE_INPUTS,
+    TILE_ROW_BYTES,
     TILE_SIDE,
     TILES,
     add_tile_products,
@@ -62,6 +63,7 @@ from quire.kernels.cpu.products.packed_product import (
     AHEAD,
     BY_ROW,
     FEW_ROWS,
+    PAIRED,
     add_rows_product,
     bytes_per_input,
     input_form,
@@ -299,7 +301,16 @@ def tiles_are_exact() -> bool:
     values = torch.from_numpy(random.standard_normal(shape) * 2.0 ** random.integers(-140, 20, shape))
     inputs, weight = values.bfloat16().split([2 * TILE_SIDE + 1, UNIT])
     tiles = TiledWeight(_in_tiles(_in_panels(weight)), UNIT, shape[1], by_tiles=True)
-    vectors = replace(tiles, by_tiles=False)
+    return have_same_sums(inputs, tiles, replace(tiles, by_tiles=False))
+
+
+def have_same_sums(inputs: torch.Tensor, tiles: PackedWeight, vectors: PackedWeight) -> bool:
+    """Return whether sums by tiles have the bits of sums by vectors; if not, log it.
+
+    Args:
+        inputs: rows for more than two rows of tiles.
+        tiles, vectors: the same weight, for products by tiles and by vectors.
+    """
     for num_rows in (1, TILE_SIDE + 1, 2 * TILE_SIDE + 1):
         if not torch.equal(sums(inputs[:num_rows], tiles, None), sums(inputs[:num_rows], vectors, None)):
             logger.warning(
@@ -543,7 +554,8 @@ def _sum_inputs(product: Product, stored: Any) -> None:
     for row in range(product.num_rows):
         for column in range(UNIT):
             outputs[row, column] = 0.0
-    if has_tile_products(stored):
+    # The sums of integers are exact, so a few rows may take the vectors, which read weights in order.
+    if has_tile_products(stored) and (product.num_rows > FEW_ROWS or input_form(stored) == PAIRED):
         _add_by_tiles(product, stored)
     elif product.num_rows > FEW_ROWS:
         _add_tiles(product, stored)
@@ -603,26 +615,39 @@ def _add_tiles(product: Product, stored: Any) -> None:
 def _add_by_tiles(product: Product, stored: Any) -> None:
     """Add the products of rows by AMX tiles: two rows of two tiles at a time, or one row of four."""
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
-    column_stride = TILE_BYTES if _PANELS == 1 else panel_bytes(in_features, stored)
-    depth_stride = np.int64(TILE_INPUTS * bytes_per_input(stored))
-    strides = (np.int64(4 * output_stride), np.int64(input_stride), depth_stride, np.int64(column_stride))
+    num_bytes = operand_bytes(num_inputs, stored)
+    row_bytes = np.int64(TILE_ROW_BYTES if num_bytes % TILE_ROW_BYTES == 0 else TILE_ROW_BYTES // 2)
+    tile_inputs = num_inputs * row_bytes // num_bytes
+    # Tiles of bfloat16 are stored one by one, those of integers are parts of the rows of a panel.
+    is_apart = input_form(stored) == PAIRED
+    column_stride = TILE_BYTES if is_apart else TILE_ROW_BYTES
+    if _PANELS > 1:
+        column_stride = panel_bytes(in_features, stored)
+    strides = (
+        np.int64(4 * output_stride),
+        np.int64(input_stride),
+        row_bytes,
+        np.int64(tile_inputs * bytes_per_input(stored)),
+        np.int64(column_stride),
+        np.int64(TILE_ROW_BYTES if is_apart else 4 * TILE_COLUMNS),
+    )
     for start in range(0, num_inputs, _DEPTH):
-        depth = np.int64(min(_DEPTH, num_inputs - start))
+        num_tiles = np.int64(min(_DEPTH, num_inputs - start) // tile_inputs)
         right = np.int64(weight + start * bytes_per_input(stored))
         for row in range(0, num_rows, 2 * TILE_SIDE):
             total = np.int64(output + 4 * row * output_stride)
-            left = np.int64(inputs + row * input_stride + operand_bytes(start, stored))
+            left = inputs + row_header(stored) + row * input_stride + operand_bytes(start, stored)
             first = np.int64(min(TILE_SIDE, num_rows - row))
             second = np.int64(min(TILE_SIDE, num_rows - row - TILE_SIDE))
             if second > 0:
-                configure_tiles(first, second, stored)
-                add_tile_products(total, left, right, depth, strides, 2, 2, stored)
+                configure_tiles(first, second, row_bytes, stored)
+                add_tile_products(total, np.int64(left), right, num_tiles, strides, 2, 2, stored)
                 total += 4 * 2 * TILE_SIDE
                 right_half = right + 2 * column_stride
-                add_tile_products(total, left, right_half, depth, strides, 2, 2, stored)
+                add_tile_products(total, np.int64(left), right_half, num_tiles, strides, 2, 2, stored)
             else:
-                configure_tiles(first, first, stored)
-                add_tile_products(total, left, right, depth, strides, 1, 4, stored)
+                configure_tiles(first, first, row_bytes, stored)
+                add_tile_products(total, np.int64(left), right, num_tiles, strides, 1, 4, stored)
     release_tiles(stored)
 
 

@@ -81,15 +81,15 @@ _PAIRS = types.uint32
 """The Numba type of ``bfloat16_product.PAIRS``."""
 _INTEGERS = types.int32
 """The Numba type of ``integer_product.INTEGERS``."""
-_CHAINS, _TILES = types.uint64, types.int64
-"""The Numba types of ``amx_product.CHAINS`` and ``TILES``."""
+_CHAINS, _TILES, _INTEGER_TILES = types.uint64, types.int64, types.complex64
+"""The Numba types of ``amx_product.CHAINS``, ``TILES`` and ``INTEGER_TILES``."""
 FLOATS, PAIRED, BY_ROW, BY_GROUP = range(4)
 """Forms of a row of inputs: float32, pairs of bfloat16, and integers with a scale for all or for a group."""
-_FORMS = {_PAIRS: PAIRED, _TILES: PAIRED, _INTEGERS: BY_ROW, _NIBBLES: BY_GROUP}
+_FORMS = {_PAIRS: PAIRED, _TILES: PAIRED, _INTEGERS: BY_ROW, _INTEGER_TILES: BY_ROW, _NIBBLES: BY_GROUP}
 """Form of the inputs that are multiplied with weights of a type, unless it is ``FLOATS``."""
 _GROUP_BYTES = (4 * GROUP, 2 * GROUP, GROUP, OPERAND_BYTES)
 """Bytes of ``GROUP`` inputs, by their form."""
-_WEIGHT_BYTES = {_PAIRS: 2, _CHAINS: 2, _TILES: 2, _INTEGERS: 1}
+_WEIGHT_BYTES = {_PAIRS: 2, _CHAINS: 2, _TILES: 2, _INTEGERS: 1, _INTEGER_TILES: 1}
 """Bytes of a weight whose Numba type stands for another type."""
 _FLOAT_LANES = 16 if TILE_COLUMNS == 64 else 8
 """Floats of a register."""
@@ -285,7 +285,7 @@ def add_rows_product(
             _add_words(tile, arguments[3], 2, (_FLOAT, LANES), emit_pair_products)
         elif stored.dtype == _CHAINS:
             _add_chains(tile, arguments[3])
-        elif stored.dtype == _INTEGERS:
+        elif stored.dtype == _INTEGERS or (stored.dtype == _INTEGER_TILES and num_rows <= FEW_ROWS):
             instruction, lanes = integer_instruction(processor_features())
             emit = partial(emit_integer_products, instruction=instruction)
             _add_words(tile, arguments[3], INPUTS, (_INT32, lanes), emit)
@@ -293,7 +293,7 @@ def add_rows_product(
             _add_coded(tile, arguments[3], CODINGS[stored.dtype])
         elif stored.dtype in CODINGS:
             _add_plain(tile, arguments[3], arguments[4], _FLOAT, types.float32)
-        elif stored.dtype != _TILES:  # ``add_tile_products`` multiplies tiles
+        elif stored.dtype not in (_TILES, _INTEGER_TILES):  # ``add_tile_products`` multiplies tiles
             element = context.get_value_type(stored.dtype)
             _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
         return context.get_dummy_value()
