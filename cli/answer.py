@@ -63,9 +63,10 @@ def stream_answer(
 def format_stats(answer: TimedAnswer) -> str:
     """Return one line about an answer: its speed, and the origin of its KV blocks."""
     usage = answer.usage
+    decoded = f"{usage.completion_tokens} tokens at {answer.tokens_per_second:.1f} tokens/s"
     parts = [
         f"TTFT {answer.ttft_seconds * 1000:.0f} ms",
-        f"{usage.completion_tokens} tokens at {answer.tokens_per_second:.1f} tokens/s",
+        "1 token" if usage.completion_tokens == 1 else decoded,
         f"prompt {usage.prompt_tokens} tokens, {usage.cached_prompt_tokens} cached",
         f"{usage.blocks_shipped} blocks ({format_size(usage.bytes_shipped)}) shipped,"
         f" {usage.blocks_reused_on_decode} already there",
@@ -75,5 +76,5 @@ def format_stats(answer: TimedAnswer) -> str:
     if usage.blocks_pulled:
         parts.append(f"{usage.blocks_pulled} blocks ({format_size(usage.bytes_pulled)}) pulled")
     if usage.retries:
-        parts.append(f"{usage.retries} retries")
+        parts.append("1 retry" if usage.retries == 1 else f"{usage.retries} retries")
     return " · ".join(parts)

@@ -105,6 +105,6 @@ def test_stats_of_a_single_token_have_no_speed() -> None:
         bytes_pulled=3072,
     )
     line = format_stats(TimedAnswer("x", usage, ttft_seconds=0.0124, e2e_seconds=0.0124))
-    assert line.startswith("TTFT 12 ms · 1 tokens at 0.0 tokens/s")
+    assert line.startswith("TTFT 12 ms · 1 token · prompt ")
     assert " · 3 blocks (3.0 KiB) pulled · " in line
-    assert line.endswith("1 retries")
+    assert line.endswith(" · 1 retry")
