@@ -31,10 +31,10 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.bfloat16_product import encode_pairs
+from quire.kernels.cpu.products.group_product import encode_groups
 from quire.kernels.cpu.products.integer_product import encode_integers
 from quire.kernels.cpu.products.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
 from quire.kernels.cpu.products.low_rank import ADAPTED, LINEARS, add_updates, project
-from quire.kernels.cpu.products.nibble_product import encode_groups
 from quire.kernels.cpu.products.packed_product import (
     BY_GROUP,
     BY_ROW,

@@ -19,11 +19,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llvmlite import binding, ir
-from numba import njit
+from numba import from_dtype, njit
 
-from quire.kernels.cpu.intrinsics import GROUP
+from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
 from quire.kernels.cpu.products import amx_product
 from quire.kernels.cpu.products.amx_product import INTEGER_FEATURES, may_use_tiles
+from quire.kernels.cpu.products.group_product import (
+    GROUP_CODINGS,
+    NIBBLES,
+    OPERAND_BYTES,
+    Q4,
+    Q4_OFFSET,
+    Q8,
+    Q8_HALVES,
+    Q8_OFFSET,
+    SCALE_FACTOR,
+    emit_code_products,
+    emit_end,
+    emit_nibbles,
+    emit_start,
+    encode_groups,
+)
+from quire.kernels.cpu.products.group_weight import GroupWeight, pack_groups
 from quire.kernels.cpu.products.integer_product import (
     MOST_INPUTS,
     ROW_HEADER,
@@ -34,15 +51,6 @@ from quire.kernels.cpu.products.integer_product import (
 )
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
 from quire.kernels.cpu.products.linear import ROWS, UNIT, PackedWeight, linear, sums
-from quire.kernels.cpu.products.nibble_product import (
-    OPERAND_BYTES,
-    SCALE_FACTOR,
-    emit_end,
-    emit_nibble_products,
-    emit_nibbles,
-    emit_start,
-    encode_groups,
-)
 from quire.kernels.cpu.products.quantized_weight import quantize
 from tests.testing.linear_layers import check_rows_and_threads
 
@@ -78,7 +86,32 @@ PRODUCTS: dict[str, Any] = {
     "seed": st.integers(0, 1000),
 }
 """Sizes and values of products that are compared with exact ones."""
-PACKS = [quantize_to_integers, partial(quantize, weight_dtype="w4a8")]
+CODINGS = [Q4, Q4_OFFSET, Q8_OFFSET, Q8_HALVES, Q8]
+
+
+def pack_as(weight: torch.Tensor, coding: Any) -> GroupWeight:
+    """Quantize a weight; each group has as small and as large codes as the coding has."""
+    facts = GROUP_CODINGS[from_dtype(coding)]
+    groups = weight.unflatten(1, (-1, facts.per_scale))
+    least = groups.amin(-1, keepdim=True)
+    if not facts.has_offsets:
+        least = -facts.zero * (groups.abs().amax(-1, keepdim=True) / min(facts.zero, facts.most - facts.zero))
+    steps = (groups - least).amax(-1, keepdim=True) / facts.most
+    steps = least / -facts.zero if facts.zero else steps
+    codes = ((groups - least) / torch.where(steps == 0, 1, steps)).round().clamp(0, facts.most)
+    offsets = least.flatten(1) if facts.has_offsets else None
+    packed = pack_groups(
+        codes.flatten(1).to(torch.uint8), steps.flatten(1), offsets, coding, None, weight.dtype
+    )
+    assert packed is not None
+    return packed
+
+
+PACKS = [
+    quantize_to_integers,
+    partial(quantize, weight_dtype="w4a8"),
+    *(partial(pack_as, coding=each) for each in CODINGS),
+]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -117,13 +150,16 @@ def test_the_machine_code_of_a_processor(name: str) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")
+@pytest.mark.parametrize("most", [15, 63, 255])
 @pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "Sandy Bridge"])
-def test_the_machine_code_of_four_bits(name: str) -> None:
+def test_the_machine_code_of_codes_in_groups(name: str, most: int) -> None:
     processor, _, (instruction, lanes) = PROCESSORS[name]
     machine = binding.Target.from_default_triple().create_target_machine(cpu=processor)
-    module = product_module(instruction, lanes, add_nibble_products)
+    module = product_module(instruction, lanes, partial(add_code_products, most=most))
     lines = machine.emit_assembly(binding.parse_assembly(str(module))).splitlines()
-    expected = {"vpdpbusd": 2} if instruction == "vpdpbusd" else {"vpmaddubsw": 2, "vpmaddwd": 1}
+    expected = {"vpmaddubsw": 2, "vpmaddwd": 1} if most < 64 else {"vpmaddubsw": 0, "vpmaddwd": 4}
+    if instruction == "vpdpbusd":
+        expected = {"vpdpbusd": 2}
     for found, count in expected.items():
         products = [line for line in lines if found in line]
         assert len(products) == count
@@ -132,7 +168,9 @@ def test_the_machine_code_of_four_bits(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Alder Lake is an x86")
-@pytest.mark.parametrize("stored", ["integer_product.INTEGERS", "nibble_product.NIBBLES"])
+@pytest.mark.parametrize(
+    "stored", ["integer_product.INTEGERS", "group_product.NIBBLES", "group_product.Q8_HALVES"]
+)
 def test_the_kernel_of_a_processor_with_vnni_but_without_avx512(tmp_path: Path, stored: str) -> None:
     program = f"""
 from llvmlite import binding
@@ -140,7 +178,7 @@ from numba import njit
 
 features = dict.fromkeys("{PROCESSORS["Alder Lake"][1]}".split(), True)
 binding.get_host_cpu_features = lambda: features
-from quire.kernels.cpu.products import integer_product, nibble_product
+from quire.kernels.cpu.products import group_product, integer_product
 from quire.kernels.cpu.products.linear import _kernel
 
 print(_kernel({stored})._library.get_asm_str())
@@ -183,29 +221,41 @@ def test_products_are_exact(
     assert torch.equal(sums(inputs, packed, None, num_segments=8), sums(inputs, packed, None))
 
 
-def expected_groups(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the products of weights in 4 bits: groups are added in order, each with one rounding."""
-    packed = quantize(weight, "w4a8")
-    panels = packed.panels[:, :, -2 * packed.panels.shape[-1] // 18 :].view(torch.bfloat16)
-    scales = panels.transpose(1, 2).flatten(0, 1)[: len(weight)].float()
-    steps = (scales * SCALE_FACTOR)[..., None]
-    integers = (packed.unpack().unflatten(1, (-1, GROUP)) / torch.where(steps == 0, 1, steps)).round().long()
+def expected_groups(inputs: torch.Tensor, packed: GroupWeight) -> torch.Tensor:
+    """Return the products of codes in groups: scales are used in order, each with one rounding."""
+    coding = GROUP_CODINGS[from_dtype(packed.coding)]
+    half = torch.bfloat16 if packed.coding == NIBBLES else torch.float16
+    factors = packed.panels[..., coding.code_bytes :].view(half).unflatten(-1, (-1, TILE_COLUMNS))
+    # [outputs, groups, scales and perhaps an offset]
+    factors = factors.permute(0, 3, 1, 2).flatten(0, 1)[: packed.out_features].float()
+    scales, offsets = factors.split([GROUP // coding.per_scale, int(coding.has_offsets)], dim=-1)
+    weight = packed.unpack().unflatten(1, (-1, GROUP))
+    if coding.has_offsets:
+        weight = weight - offsets / SCALE_FACTOR
+    steps = (scales / SCALE_FACTOR).repeat_interleave(coding.per_scale, -1)
+    integers = (weight / torch.where(steps == 0, 1, steps)).round().long()
     rows = inputs.unflatten(1, (-1, GROUP))
     peaks = rows.abs().amax(-1, keepdim=True)
-    factors = torch.where(peaks > 0, torch.full_like(peaks, 127) / peaks, 0)
-    rounded, row_scales = (rows * factors).round().long(), peaks[..., 0] / 127 * SCALE_FACTOR
-    total = torch.zeros(len(inputs), len(weight))
+    row_factors = torch.where(peaks > 0, torch.full_like(peaks, 127) / peaks, 0)
+    rounded, row_scales = (rows * row_factors).round().long(), peaks[..., 0] / 127 / SCALE_FACTOR
+    total = torch.zeros(len(inputs), packed.out_features)
     for group in range(rows.shape[1]):
-        exact = (rounded[:, group] @ integers[:, group].T).double()
-        both = row_scales[:, group, None] * scales[None, :, group]
-        total = (exact * both.double() + total.double()).float()
+        scale = row_scales[:, group, None]
+        for number in range(GROUP // coding.per_scale):
+            own = slice(number * coding.per_scale, (number + 1) * coding.per_scale)
+            exact = (rounded[:, group, own] @ integers[:, group, own].T).double()
+            both = scale * scales[None, :, group, number]
+            total = (exact * both.double() + total.double()).float()
+        if coding.has_offsets:
+            sums_of_rows = rounded[:, group].sum(-1, keepdim=True).float() * scale
+            total = (sums_of_rows.double() * offsets[:, group, 0].double() + total.double()).float()
     return total
 
 
-@settings(max_examples=40)
-@given(**PRODUCTS)
-def test_products_of_four_bits_are_exact_within_a_group(
-    out_features: int, num_groups: int, num_rows: int, outlier: float, seed: int
+@settings(max_examples=60)
+@given(**PRODUCTS, pack=st.sampled_from(PACKS[1:]))
+def test_products_of_codes_are_exact_within_a_group(
+    out_features: int, num_groups: int, num_rows: int, outlier: float, seed: int, pack: Any
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn((out_features, GROUP * num_groups), generator=generator)
@@ -213,8 +263,8 @@ def test_products_of_four_bits_are_exact_within_a_group(
     inputs = torch.randn((num_rows, GROUP * num_groups), generator=generator)
     inputs[0] *= outlier
     inputs[-1, 0] += outlier
-    found = sums(inputs, quantize(weight, "w4a8"), None)[:, :out_features]
-    assert torch.equal(found, expected_groups(inputs, weight))
+    packed = pack(weight)
+    assert torch.equal(sums(inputs, packed, None)[:, :out_features], expected_groups(inputs, packed))
 
 
 def test_segments_of_products_of_four_bits_are_added_in_a_tree() -> None:
@@ -234,6 +284,29 @@ def test_the_sums_of_a_group_do_not_overflow(num_rows: int, sign: float) -> None
     inputs = torch.full((num_rows, 2 * GROUP), 127.0 * sign)
     weight = torch.tensor([7.0, -8.0]).repeat(5)[:, None].repeat(1, 2 * GROUP)
     assert torch.equal(sums(inputs, quantize(weight, "w4a8"), None)[:, :10], inputs @ weight.T)
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_codes_of_a_coding_do_not_overflow(coding: Any, sign: float) -> None:
+    facts = GROUP_CODINGS[from_dtype(coding)]
+    codes = torch.tensor([facts.most, 0], dtype=torch.uint8).repeat(5)[:, None].repeat(1, 2 * GROUP)
+    ones = torch.ones((10, 2 * GROUP // facts.per_scale))
+    offsets = torch.ones((10, 2)) if facts.has_offsets else None
+    packed = pack_groups(codes, ones, offsets, coding, None, torch.float32)
+    assert packed is not None
+    inputs = torch.full((7, 2 * GROUP), 127.0 * sign)
+    for num_rows in (1, 2, 7):
+        assert torch.equal(
+            sums(inputs[:num_rows], packed, None)[:, :10], inputs[:num_rows] @ packed.unpack().T
+        )
+
+
+def test_a_scale_beyond_float16_is_not_packed() -> None:
+    codes = torch.zeros((1, GROUP), dtype=torch.uint8)
+    for scale, is_packed in ((255.0, True), (256.0, False), (torch.nan, False)):
+        packed = pack_groups(codes, torch.full((1, 1), scale), None, Q4, None, torch.float32)
+        assert (packed is not None) == is_packed
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 6, 7])
@@ -265,9 +338,12 @@ def test_a_value_that_is_not_finite_spoils_its_row_only(
 ) -> None:
     inputs = torch.ones((3, 32))
     inputs[1, 7] = value
-    products = linear(inputs, pack(torch.ones((5, 32))), None)
+    packed = pack(torch.ones((5, 32)))
+    products = linear(inputs, packed, None)
     assert products[1].isnan().all()
-    assert torch.equal(products[[0, 2]], torch.full((2, 5), 32.0))
+    # The steps of the other codings have no float16 that makes them exactly 1.
+    expected = torch.full((5,), 32.0) if pack in PACKS[:2] else linear(inputs[:1], packed, None)[0]
+    assert torch.equal(products[[0, 2]], expected.expand(2, 5))
 
 
 def test_weights_are_the_nearest_of_255_steps() -> None:
@@ -307,14 +383,22 @@ def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) 
     assert np.array_equal(groups[:, GROUP + 4 :], operands[:, GROUP + 4 :])
 
 
-def add_nibble_products(builder: Any, inputs: Any, words: Any, totals: Any, instruction: Instruction) -> Any:
-    """Emit the sums of both halves of words of weights with the same inputs, to which totals are added."""
+def add_code_products(
+    builder: Any, inputs: Any, words: Any, totals: Any, instruction: Instruction, most: int
+) -> Any:
+    """Emit the sums of two vectors of codes with the same inputs, to which totals are added.
+
+    Codes of 4 bits are the halves of the words. Those of 8 bits are the words, and the words without the
+    highest bits that the coding does not use.
+    """
     lanes, correction = words.type.count, builder.extract_element(totals, ir.Constant(ir.IntType(32), 0))
-    found = emit_start(builder, correction, instruction, lanes)
-    for half in range(2):
-        weights = emit_nibbles(builder, words, half)
-        found = emit_nibble_products(builder, inputs, weights, found, instruction)
-    return emit_end(builder, found, correction, instruction, lanes)
+    mask = ir.Constant(words.type, [most * 0x01010101] * lanes)
+    codes = [builder.and_(words, mask), builder.and_(builder.not_(words), mask)]
+    if most == 15:
+        codes = [emit_nibbles(builder, words, half) for half in range(2)]
+    found = emit_start(builder, correction, most, instruction, lanes)
+    found = emit_code_products(builder, [inputs, inputs], codes, found, most, instruction)
+    return emit_end(builder, found, correction, most, instruction, lanes)
 
 
 def product_module(
@@ -366,21 +450,23 @@ def test_all_instructions_compute_the_same(instruction: Instruction, lanes: int,
     del engine
 
 
+@pytest.mark.parametrize("most", [15, 63, 255])
 @pytest.mark.parametrize(("instruction", "lanes", "feature"), INSTRUCTIONS)
-def test_all_instructions_compute_the_same_of_four_bits(
-    instruction: Instruction, lanes: int, feature: str
+def test_all_instructions_compute_the_same_of_codes(
+    instruction: Instruction, lanes: int, feature: str, most: int
 ) -> None:
     if not binding.get_host_cpu_features().get(feature):
         pytest.skip(f"this processor has no {feature}")
-    engine, address = compile_product(instruction, lanes, add_nibble_products)
+    engine, address = compile_product(instruction, lanes, partial(add_code_products, most=most))
     product = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(address)
     random = np.random.Generator(np.random.PCG64(5))
     for extreme in (-127, 127, 0, *random.integers(-127, 128, 50)):
         inputs = np.append(random.integers(-127, 128, 3), extreme).astype(np.int8)
-        weights = random.integers(-8, 8, (lanes, 2, 4))
-        stored = (weights[:, 0] & 15 | weights[:, 1] << 4).astype(np.int8)
-        # Twice 8 times the inputs are too much, since both halves have 8 added.
-        totals = np.full(lanes, -16 * inputs.sum(dtype=np.int32), np.int32)
+        stored = random.integers(0, 256, (lanes, 4)).astype(np.uint8)
+        stored[0] = 255
+        codes = stored & most, (stored >> 4 if most == 15 else ~stored & most)
+        totals = np.full(lanes, random.integers(-1000, 1000), np.int32)
+        expected = totals + sum(each.astype(np.int64) for each in codes) @ inputs.astype(np.int64)
         product(inputs.ctypes.data, stored.ctypes.data, totals.ctypes.data)
-        assert np.array_equal(totals, weights.sum(1) @ inputs.astype(np.int64))
+        assert np.array_equal(totals, expected)
     del engine

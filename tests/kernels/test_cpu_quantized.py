@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
-from quire.kernels.cpu.products.linear import ROWS, UNIT, linear, pack
-from quire.kernels.cpu.products.quantized_weight import QuantizedWeight, quantize
+from quire.kernels.cpu.products.linear import ROWS, UNIT, EncodedWeight, linear, pack
+from quire.kernels.cpu.products.quantized_weight import quantize
 from quire.kernels.cpu.products.rounding import PEAKS
 from tests.testing.linear_layers import check_product, check_rows_and_threads
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def random_weight(
     out_features: int, in_features: int, weight_dtype: str, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, QuantizedWeight]:
+) -> tuple[torch.Tensor, EncodedWeight]:
     """Return a weight, and the same one quantized."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn((out_features, in_features), generator=generator).to(dtype)

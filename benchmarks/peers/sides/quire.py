@@ -8,8 +8,7 @@ from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.kernels.cpu.intrinsics import processor_features
 from quire.kernels.cpu.products.bfloat16_product import PAIRS
-from quire.kernels.cpu.products.integer_product import INTEGERS, integer_instruction
-from quire.kernels.cpu.products.nibble_product import NIBBLES
+from quire.kernels.cpu.products.integer_product import integer_instruction
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16
@@ -38,12 +37,14 @@ def load(setup: Setup) -> Side:
 
 def arithmetic(llm: LLM) -> str:
     """Return how the model's linear layers are multiplied."""
-    stored = {
-        each.packed.stored for each in llm.engine.model.module.modules() if isinstance(each, PackedLinear)
-    }
     of_integers = integer_instruction(processor_features())[0]
-    names = {PAIRS: "vdpbf16ps", INTEGERS: of_integers, NIBBLES: of_integers}
-    return ", ".join(sorted(names.get(each, "float32 products") for each in stored))
+    of_floats = {PAIRS: "vdpbf16ps"}
+    layers = [each for each in llm.engine.model.module.modules() if isinstance(each, PackedLinear)]
+    found = {
+        of_integers if packed.rounds_inputs else of_floats.get(packed.stored, "float32 products")
+        for packed in (each.packed for each in layers)
+    }
+    return ", ".join(sorted(found))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ from quire.kernels.cpu.products.bfloat16_product import (
     swap_pairs,
 )
 from quire.kernels.cpu.products.coded_product import decode, is_coded
+from quire.kernels.cpu.products.group_product import is_in_groups
 from quire.kernels.cpu.products.integer_product import scale_sums
 from quire.kernels.cpu.products.packed_product import (
     AHEAD,
@@ -660,7 +661,7 @@ def _add_few_rows(product: Product, stored: Any) -> None:
     left, count = np.int64(inputs + row_header(stored)), np.int64(num_inputs)
     no_fetch = (np.int64(0), np.int64(0))
     # The sums of one row leave enough registers for four panels of floats, but only for two of others.
-    if num_rows == 1 and quantized_bits(stored) == 0 and not is_coded(stored):
+    if num_rows == 1 and quantized_bits(stored) == 0 and not is_coded(stored) and not is_in_groups(stored):
         total, right = np.int64(output), np.int64(weight)
         add_rows_product(total, left, right, count, no_fetch, strides, 1, _PANELS, stored)
         return

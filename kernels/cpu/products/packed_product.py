@@ -3,7 +3,8 @@
 A panel has ``TILE_COLUMNS`` output columns. Unquantized, it is ``[in_features, TILE_COLUMNS]``. Quantized, it
 is a run of groups of ``GROUP`` inputs. A group has words of 32 bits, ``[inputs / inputs in a word,
 TILE_COLUMNS]``, and then a bfloat16 scale for each column. The first input of a word is in its lowest bits.
-Of eight inputs, the first four are in the lower halves of the word's bytes.
+Of eight inputs, the first four are in the lower halves of the word's bytes. ``group_product`` has the groups
+of weights whose inputs are quantized, too.
 
 An integer is converted to float32 while it is in the upper bits of its word, which saves a shift. The result
 is 2**24 times the value of an 8-bit integer and 2**28 times that of a 4-bit integer. The scales are smaller
@@ -48,21 +49,25 @@ from quire.kernels.cpu.products.coded_product import (
     place_in_word,
     read_code,
 )
+from quire.kernels.cpu.products.group_product import (
+    GROUP_CODINGS,
+    OPERAND_BYTES,
+    SCALE_WORD,
+    SUM_WORD,
+    GroupCoding,
+    emit_code_products,
+    emit_end,
+    emit_nibbles,
+    emit_start,
+    is_in_groups,
+    read_in_groups,
+)
 from quire.kernels.cpu.products.integer_product import (
     INPUTS,
     PANEL_TRAILER,
     ROW_HEADER,
     emit_integer_products,
     integer_instruction,
-)
-from quire.kernels.cpu.products.nibble_product import (
-    CORRECTION_WORD,
-    OPERAND_BYTES,
-    SCALE_WORD,
-    emit_end,
-    emit_nibble_products,
-    emit_nibbles,
-    emit_start,
 )
 
 _SCALE_BYTES = 2
@@ -73,9 +78,7 @@ AHEAD = 64
 _GROUPS_AHEAD = 8
 """Distance, in groups, at which it prefetches quantized weights. A few rows are faster without."""
 
-_NIBBLES = types.float64
-"""The Numba type of ``nibble_product.NIBBLES``."""
-_BITS = {types.int8: 8, types.uint8: 4, _NIBBLES: 4}
+_BITS = {types.int8: 8, types.uint8: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
 _PAIRS = types.uint32
 """The Numba type of ``bfloat16_product.PAIRS``."""
@@ -85,7 +88,13 @@ _CHAINS, _TILES, _INTEGER_TILES = types.uint64, types.int64, types.complex64
 """The Numba types of ``amx_product.CHAINS``, ``TILES`` and ``INTEGER_TILES``."""
 FLOATS, PAIRED, BY_ROW, BY_GROUP = range(4)
 """Forms of a row of inputs: float32, pairs of bfloat16, and integers with a scale for all or for a group."""
-_FORMS = {_PAIRS: PAIRED, _TILES: PAIRED, _INTEGERS: BY_ROW, _INTEGER_TILES: BY_ROW, _NIBBLES: BY_GROUP}
+_FORMS = {
+    _PAIRS: PAIRED,
+    _TILES: PAIRED,
+    _INTEGERS: BY_ROW,
+    _INTEGER_TILES: BY_ROW,
+    **dict.fromkeys(GROUP_CODINGS, BY_GROUP),
+}
 """Form of the inputs that are multiplied with weights of a type, unless it is ``FLOATS``."""
 _GROUP_BYTES = (4 * GROUP, 2 * GROUP, GROUP, OPERAND_BYTES)
 """Bytes of ``GROUP`` inputs, by their form."""
@@ -125,8 +134,8 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
     """Return a panel's bytes per input. If it has groups or tiles, multiply this only by whole ones."""
     if stored.dtype in _BITS:
         num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
-    elif stored.dtype in CODINGS:
-        num_bytes = CODINGS[stored.dtype].group_bytes // GROUP
+    elif (coding := CODINGS.get(stored.dtype) or GROUP_CODINGS.get(stored.dtype)) is not None:
+        num_bytes = coding.group_bytes // GROUP
     elif stored.dtype in _WEIGHT_BYTES:
         num_bytes = TILE_COLUMNS * _WEIGHT_BYTES[stored.dtype]
     else:
@@ -277,8 +286,8 @@ def add_rows_product(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         tile = _make_tile(builder, arguments, num_rows, num_panels)
-        if stored.dtype == _NIBBLES:
-            _add_nibbles(tile, arguments[3])
+        if stored.dtype in GROUP_CODINGS:
+            _add_codes(tile, arguments[3], GROUP_CODINGS[stored.dtype])
         elif stored.dtype in _BITS:
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
         elif stored.dtype == _PAIRS:
@@ -470,12 +479,12 @@ def _add_chains_of(tile: _Tile, depth: Any, rights: dict[int, Any]) -> None:
     emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, TILE_INPUTS)), {}, add_block)
 
 
-def _for_each_group(tile: _Tile, depth: Any, bits: int, add: Callable[[Any, Any], None]) -> None:
+def _for_each_group(tile: _Tile, depth: Any, num_bytes: int, add: Callable[[Any, Any], None]) -> None:
     """Emit a loop over groups of quantized weights: ``add(group, start)``.
 
-    A group begins ``start`` bytes from the beginning of each panel.
+    A group begins ``start`` bytes from the beginning of each panel, and takes ``num_bytes`` there.
     """
-    builder, num_bytes = tile.builder, group_bytes(bits)
+    builder = tile.builder
 
     def add_group(group: Any, _: _Sums) -> _Sums:
         start = builder.mul(group, ir.Constant(_INT64, num_bytes))
@@ -488,26 +497,28 @@ def _for_each_group(tile: _Tile, depth: Any, bits: int, add: Callable[[Any, Any]
     emit_loop(builder, builder.udiv(depth, ir.Constant(_INT64, GROUP)), {}, add_group)
 
 
-def _add_nibbles(tile: _Tile, depth: Any) -> None:
-    """Emit the product of weights of 4 bits and inputs of 8 bits."""
+def _add_codes(tile: _Tile, depth: Any, coding: GroupCoding) -> None:
+    """Emit the product of codes in groups and inputs of 8 bits."""
     _, lanes = integer_instruction(processor_features())
     parts = len(tile.rights) * TILE_COLUMNS // lanes
-    # With both halves of the weights, the sums of several rows fit into registers only for two parts.
+    # With the weights of two words of inputs, the sums of several rows fit into registers for two parts only.
     size = parts if len(tile.lefts) <= 2 else 2
 
     def add(group: Any, start: Any) -> None:
         for first in range(0, parts, size):
-            _add_nibbles_of(tile, group, start, range(first, first + size))
+            _add_codes_of(tile, group, start, range(first, first + size), coding)
 
-    _for_each_group(tile, depth, 4, add)
+    _for_each_group(tile, depth, coding.group_bytes, add)
 
 
-def _add_nibbles_of(tile: _Tile, group: Any, start: Any, parts: range) -> None:
+def _add_codes_of(tile: _Tile, group: Any, start: Any, parts: range, coding: GroupCoding) -> None:
     """Emit the sums of a group for some parts of the columns."""
     builder, rows = tile.builder, range(len(tile.lefts))
     instruction, lanes = integer_instruction(processor_features())
-    totals, floats = tile.total_parts(_FLOAT, lanes), ir.VectorType(_FLOAT, lanes)
+    pointers, floats = tile.total_parts(_FLOAT, lanes), ir.VectorType(_FLOAT, lanes)
     first = builder.mul(group, ir.Constant(_INT64, OPERAND_BYTES // 4))
+    keys = [(row, part) for row in rows for part in parts]
+    totals: _Sums = {}
 
     def word(row: int, index: int, kind: Any = _INT32) -> Any:
         return tile.word(row, builder.add(first, ir.Constant(_INT64, index)), kind)
@@ -516,26 +527,51 @@ def _add_nibbles_of(tile: _Tile, group: Any, start: Any, parts: range) -> None:
         at = builder.add(start, ir.Constant(_INT64, offset))
         return {part: tile.stored_part(part, at, element, lanes) for part in parts}
 
-    corrections = [word(row, CORRECTION_WORD) for row in rows]
-    keys = [(row, part) for row in rows for part in parts]
-    sums = {each: emit_start(builder, corrections[each[0]], instruction, lanes) for each in keys}
-    for index in range(GROUP // 8):
-        words = of_group(4 * TILE_COLUMNS * index, _INT32)
-        for half in range(2):
-            weights = {part: emit_nibbles(builder, each, half) for part, each in words.items()}
-            inputs = [word(row, 2 * index + half) for row in rows]
+    def factors(index: int) -> dict[int, Any]:
+        stored = of_group(coding.code_bytes + 2 * TILE_COLUMNS * index, _INT16)
+        return {part: widened_vector(builder, coding.scale_type, each) for part, each in stored.items()}
+
+    def codes(step: int) -> dict[int, list[Any]]:
+        """Return the codes of two words of inputs, by part."""
+        if coding.bits == 4:
+            words = of_group(4 * TILE_COLUMNS * step, _INT32)
+            return {
+                part: [emit_nibbles(builder, each, half) for half in range(2)] for part, each in words.items()
+            }
+        both = [of_group(4 * TILE_COLUMNS * (2 * step + number), _INT32) for number in range(2)]
+        return {part: [each[part] for each in both] for part in parts}
+
+    row_scales = [word(row, SCALE_WORD, _FLOAT) for row in rows]
+    halves = [[word(row, SUM_WORD + half) for half in range(2)] for row in rows]
+    row_sums = [builder.add(*each) for each in halves]
+    steps = range(coding.per_scale // 8)
+    num_scales = GROUP // coding.per_scale
+    for scale in range(num_scales):
+        own = row_sums if num_scales == 1 else [each[scale] for each in halves]
+        corrections = [builder.mul(each, ir.Constant(_INT32, -coding.zero)) for each in own]
+        how = (coding.most, instruction)
+        sums = {key: emit_start(builder, corrections[key[0]], *how, lanes) for key in keys}
+        for step in range(scale * len(steps), (scale + 1) * len(steps)):
+            weights = codes(step)
+            inputs = [[word(row, 2 * step + number) for number in range(2)] for row in rows]
             for row, part in keys:
                 products = (inputs[row], weights[part], sums[row, part])
-                sums[row, part] = emit_nibble_products(builder, *products, instruction)
-    stored = of_group(GROUP // 2 * TILE_COLUMNS, _INT16)
-    scales = {part: widened_vector(builder, types.uint16, each) for part, each in stored.items()}
-    for row, part in keys:
-        exact_sums = emit_end(builder, sums[row, part], corrections[row], instruction, lanes)
-        factors = splat(builder, word(row, SCALE_WORD, _FLOAT), lanes)
-        both = builder.fmul(factors, scales[part])
-        total = builder.load(totals[row, part], align=4)
-        added = fused(builder, builder.sitofp(exact_sums, floats), both, total)
-        builder.store(added, totals[row, part], align=4)
+                sums[row, part] = emit_code_products(builder, *products, *how)
+        scales = factors(scale)
+        for row, part in keys:
+            exact_sums = emit_end(builder, sums[row, part], corrections[row], *how, lanes)
+            both = builder.fmul(splat(builder, row_scales[row], lanes), scales[part])
+            total = totals[row, part] if scale else builder.load(pointers[row, part], align=4)
+            totals[row, part] = fused(builder, builder.sitofp(exact_sums, floats), both, total)
+    if coding.has_offsets:
+        offsets = factors(num_scales)
+        for row, part in keys:
+            inputs_sum = builder.fmul(builder.sitofp(row_sums[row], _FLOAT), row_scales[row])
+            totals[row, part] = fused(
+                builder, splat(builder, inputs_sum, lanes), offsets[part], totals[row, part]
+            )
+    for key, total in totals.items():
+        builder.store(total, pointers[key], align=4)
 
 
 def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
@@ -555,7 +591,7 @@ def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
                 added = fused(builder, sums[row, panel], scales, builder.load(total, align=4))
                 builder.store(added, total, align=4)
 
-    _for_each_group(tile, depth, bits, add)
+    _for_each_group(tile, depth, num_bytes, add)
 
 
 def _sum_group(tile: _Tile, start: Any, first: Any, zeros: _Sums, bits: int) -> _Sums:
@@ -593,7 +629,7 @@ def _upper_bits(builder: Any, words: Any, place: int, bits: int) -> Any:
 def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
     """Return the weight at a position of a panel that is not quantized, as float32."""
     element = {1: types.int8, 2: types.uint16}.get(_WEIGHT_BYTES.get(stored.dtype, 0), stored.dtype)
-    if stored.dtype in _BITS or stored.dtype in CODINGS:
+    if any(stored.dtype in each for each in (_BITS, CODINGS, GROUP_CODINGS)):
         element = types.int8  # never read, but compiled
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -632,6 +668,10 @@ def read_weight(panel: int, index: int, column: int, in_features: int, stored: A
         group = panel + index // GROUP * GROUP * bytes_per_input(stored)
         coded: np.float32 = read_code(group, index % GROUP, column, stored)
         return coded
+    if is_in_groups(stored):
+        group = panel + index // GROUP * GROUP * bytes_per_input(stored)
+        in_group: np.float32 = read_in_groups(group, index % GROUP, column, stored)
+        return in_group
     bits = quantized_bits(stored)
     if bits == 0:
         position = index * TILE_COLUMNS + column

@@ -3,7 +3,7 @@
 A group of ``GROUP`` inputs of an output column shares one bfloat16 scale, as in llama.cpp's formats Q8_0 and
 Q4_0, whose scale is a float16. With 4 bits, the scale is the one of several candidates that makes the sum of
 squared errors smallest. With the types int8 and int4, the inputs of a layer are not quantized: the kernels
-convert the integers to float32 in registers. With w4a8, they are rounded to 8 bits; see ``nibble_product``.
+convert the integers to float32 in registers. With w4a8, they are rounded to 8 bits; see ``group_product``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quire.kernels.cpu.intrinsics import (
     pointer,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.products.integer_weight import quantize_rows
+from quire.kernels.cpu.products.group_product import NIBBLES, SCALE_FACTOR
+from quire.kernels.cpu.products.group_weight import GroupWeight
 from quire.kernels.cpu.products.linear import Allocate, EncodedWeight, in_own_memory, num_padded_panels
-from quire.kernels.cpu.products.nibble_product import NIBBLES, OFFSET, OPERAND_BYTES, SCALE_FACTOR
 from quire.kernels.cpu.products.packed_product import group_bytes
 from quire.kernels.cpu.products.rounding import find_scales, read_group, write_words
 
@@ -54,24 +54,6 @@ class QuantizedWeight(EncodedWeight):
         """The NumPy type that represents the weight in Numba."""
         return QUANTIZED[self.weight_dtype]
 
-    @property
-    def rounds_inputs(self) -> bool:
-        """Whether products round their inputs to 8 bits."""
-        return self.stored is NIBBLES
-
-    def operands(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of inputs as float32, or with w4a8 as the bytes that ``nibble_product`` describes."""
-        if not self.rounds_inputs:
-            return super().operands(rows)
-        integers, scales = quantize_rows(rows.float().unflatten(-1, (-1, GROUP)))
-        operands = torch.empty((*integers.shape[:2], OPERAND_BYTES), dtype=torch.uint8)
-        operands[..., :GROUP] = integers.to(torch.int8).view(torch.uint8)
-        operands[..., GROUP : GROUP + 4] = (scales * SCALE_FACTOR).view(torch.uint8)
-        corrections = -OFFSET * integers.sum(-1, keepdim=True)
-        operands[..., GROUP + 4 :] = corrections.to(torch.int32).view(torch.uint8)
-        flat: torch.Tensor = operands.flatten(1)
-        return flat
-
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the dequantized weight, ``[*indices.shape, in_features]``."""
         bits = _BITS[self.weight_dtype]
@@ -86,7 +68,7 @@ class QuantizedWeight(EncodedWeight):
         return values.reshape(*indices.shape, self.in_features).to(self.unpacked_dtype)
 
 
-def quantize(weight: torch.Tensor, weight_dtype: str, allocate: Allocate = in_own_memory) -> QuantizedWeight:
+def quantize(weight: torch.Tensor, weight_dtype: str, allocate: Allocate = in_own_memory) -> EncodedWeight:
     """Quantize a weight ``[out_features, in_features]`` of any float dtype.
 
     Args:
@@ -99,10 +81,12 @@ def quantize(weight: torch.Tensor, weight_dtype: str, allocate: Allocate = in_ow
     panels = allocate((num_panels, in_features // GROUP, group_bytes(bits)), torch.uint8)
     num_whole = out_features // TILE_COLUMNS
     panels[num_whole:] = 0
-    _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels, bits)
+    _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels, weight_dtype)
     rest = weight[num_whole * TILE_COLUMNS :]
     rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
-    _quantize_panels(rest, panels[num_whole:], bits)
+    _quantize_panels(rest, panels[num_whole:], weight_dtype)
+    if weight_dtype == "w4a8":
+        return GroupWeight(panels, out_features, in_features, weight.dtype, NIBBLES)
     return QuantizedWeight(panels, out_features, in_features, weight.dtype, weight_dtype)
 
 
@@ -110,20 +94,21 @@ _FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
-def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor, bits: int) -> None:
+def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor, weight_dtype: str) -> None:
     """Quantize whole panels of a weight on all threads."""
     weight, counter = weight.contiguous(), np.zeros(1, np.int64)
     addresses = weight.data_ptr(), panels.data_ptr()
     sizes = weight.shape[1], len(weight) // TILE_COLUMNS
     arguments = np.array([(*addresses, *sizes, counter.ctypes.data)], dtype=_ARGUMENTS)
-    kernel = _kernel(STORAGE[weight.dtype], bits)
+    kernel = _kernel(STORAGE[weight.dtype], _BITS[weight_dtype], weight_dtype == "w4a8")
     threads.run(kernel.address, arguments.ctypes.data, torch.get_num_threads())
 
 
 @cache
-def _kernel(stored: Any, bits: int) -> Any:
+def _kernel(stored: Any, bits: int, is_unsigned: bool) -> Any:
     """Compile the function that each thread runs: it quantizes the next panel until none is left."""
     item_bytes, num_bytes = np.dtype(stored).itemsize, group_bytes(bits)
+    factor = np.float32(SCALE_FACTOR if is_unsigned else 2.0 ** (bits - 32))
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
@@ -142,9 +127,12 @@ def _kernel(stored: Any, bits: int) -> Any:
                 target = np.int64(args.panels + (panel * num_groups + index) * num_bytes)
                 write_words(group_at, divisors_at, target, bits)
                 after_words = target + GROUP * TILE_COLUMNS * bits // 8
+                if is_unsigned:
+                    words = carray(pointer(target, np.uint32), (GROUP * TILE_COLUMNS * bits // 32,))
+                    for word in range(len(words)):
+                        words[word] ^= np.uint32(0x88888888)
                 stored_scales = carray(pointer(after_words, np.uint16), (TILE_COLUMNS,))
                 for column in range(TILE_COLUMNS):
-                    scale = scales[column] * np.float32(2.0 ** (bits - 32))
-                    stored_scales[column] = encode(scale, np.uint16)
+                    stored_scales[column] = encode(scales[column] * factor, np.uint16)
 
     return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")
