@@ -9,7 +9,7 @@ from quire.models.source import demo_model_path
 from quire.settings.setting import Panel, check_settings, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-WeightDtype = Literal["auto", "w8a8", "w4a8", "int8", "int4"]
+WeightDtype = Literal["auto", "w8a8", "w4a8", "int8", "int4", "dequantized"]
 Arithmetic = Literal["auto", "portable"]
 
 MAX_RANKS = 8
@@ -36,8 +36,9 @@ class EngineConfig:
     weight_dtype: WeightDtype = setting(
         "auto",
         "--weight-dtype",
-        "Type of linear layers' weights: the model's, or 8 or 4 bits, which is less exact; with w8a8 and "
-        "w4a8, their inputs have 8 bits too, which is fast for prompts and batches; on the CPU.",
+        "Type of linear layers' weights: the checkpoint's, or 8 or 4 bits, which is less exact; with w8a8 "
+        "and w4a8, their inputs have 8 bits too, which is fast for prompts and batches; dequantized: a "
+        "quantized checkpoint or GGUF file in the type of the model; on the CPU.",
         Panel.MODEL,
     )
     arithmetic: Arithmetic = setting(

@@ -1,4 +1,4 @@
-"""Reads the tensors of a GGUF file by the names of the model's parameters, and dequantizes them."""
+"""Reads the tensors of a GGUF file by the names of the model's parameters: packed, or dequantized."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from quire.engine.weights.dequantize import Codes
-from quire.engine.weights.packed_codes import pack, stand_in, take_part, weight_bytes
+from quire.engine.weights.gguf_codes import read_group_codes
+from quire.engine.weights.packed_codes import stand_in, take_part, weight_bytes
+from quire.kernels.cpu.products.group_weight import GroupWeight, pack_groups
 from quire.kernels.cpu.products.linear import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME
@@ -99,19 +100,16 @@ class GgufCheckpoint:
         Args:
             dtype: the model's dtype.
         """
-        codes = self._codes(name)
-        if codes is not None:
-            self._check_shape(name, codes.values.shape)
-            packed = pack(codes, part, dtype, rounds_inputs=False)
-            if packed is not None:
-                self.packed[name] = [packed]
-                return stand_in((packed.out_features, packed.in_features), dtype)
+        packed = self._packed(name, part, dtype)
+        if packed is not None:
+            self.packed[name] = [packed]
+            return stand_in((packed.out_features, packed.in_features), dtype)
         return self.read(name, part)
 
     def stored_parts(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the bytes of the parts of a tensor, by their names in the file and their types."""
+        """Return the bytes of the parts of a packed tensor, by their names in the file and their products."""
         return {
-            f"{part} {self._header.tensors[part].kind.name}": torch.tensor(self._content(part))
+            f"{part} {self._header.tensors[part].kind.name} by 8 bits": torch.tensor(self._content(part))
             for part in self._parts[name]
         }
 
@@ -123,8 +121,8 @@ class GgufCheckpoint:
         """Log what the file is, and the memory that the weights of the model take."""
         kinds = Counter(tensor.kind.name for tensor in self._header.tensors.values())
         logger.info(
-            "%s: GGUF of %s, %.1f MiB, tensors in %s; %d run packed and others are dequantized; "
-            "the weights take %.1f MiB",
+            "%s: GGUF of %s, %.1f MiB, tensors in %s; %d run packed, with inputs in 8 bits, and others are "
+            "dequantized; the weights take %.1f MiB",
             self._path,
             self._header.architecture,
             self._path.stat().st_size / 2**20,
@@ -156,24 +154,21 @@ class GgufCheckpoint:
             parsed_parameters={"tensors": together},
         )
 
-    def _codes(self, name: str) -> Codes | None:
-        """Return the codes of a matrix in Q4_0 or Q8_0; None for any other tensor."""
-        (part, *others) = self._parts[name]
-        tensor = self._header.tensors[part]
-        num_bytes = _BLOCK_BYTES.get(tensor.kind)
-        if others or num_bytes is None or len(tensor.shape) != 2:
+    def _packed(self, name: str, part: tuple[int, slice] | None, dtype: torch.dtype) -> GroupWeight | None:
+        """Return a matrix or a part of it in the codes of the file; None if no kernel multiplies these."""
+        (stored, *others) = self._parts[name]
+        tensor = self._header.tensors[stored]
+        if others or len(tensor.shape) != 2:
             return None
         # Some architectures store rows in another order.
-        places = np.repeat(np.arange(tensor.shape[0])[:, None], tensor.shape[1], axis=1)
-        order = np.asarray(self._process(part, places, {}).weights)[:, 0]
-        blocks = torch.tensor(self._content(part).reshape(tensor.shape[0], -1, num_bytes)[order])
-        scales = blocks[..., :2].view(torch.float16).float()
-        values, zeros = blocks[..., 2:], None
-        if tensor.kind == gguf.GGMLQuantizationType.Q4_0:
-            values, zeros = torch.cat((values & 15, values >> 4), dim=-1), torch.tensor(8.0)
-        else:
-            values = values.view(torch.int8)
-        return Codes(values.flatten(1), scales.expand(values.shape).flatten(1), zeros)
+        places = np.arange(tensor.shape[0])[:, None]
+        order = np.asarray(self._process(stored, places, {}).weights)[:, 0]
+        rows = self._content(stored).reshape(tensor.shape[0], -1)[order]
+        codes = read_group_codes(tensor.kind, torch.from_numpy(rows))
+        if codes is None:
+            return None
+        self._check_shape(name, codes.codes.shape)
+        return pack_groups(*codes, part, dtype)
 
     def _whole(self, name: str) -> torch.Tensor:
         # Parts that make up one tensor, such as the gates of experts, are put into this dictionary.
@@ -191,5 +186,3 @@ class GgufCheckpoint:
 
 _STORED = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
 """Types of tensors that are no blocks of bytes."""
-_BLOCK_BYTES = {gguf.GGMLQuantizationType.Q4_0: 18, gguf.GGMLQuantizationType.Q8_0: 34}
-"""Bytes of a block of 32 weights: a float16 scale and their codes."""

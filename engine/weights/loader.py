@@ -133,7 +133,8 @@ def load_model(
         model: a folder, a GGUF file, or a hub id, which may end with "@" and a revision.
         dtype: "auto" (the checkpoint's own) or a key of ``DTYPES``.
         device: the device to run the model on.
-        weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``, for linear layers.
+        weight_dtype: "auto" (the checkpoint's own), "dequantized" (the model's dtype), "w8a8" or a key of
+            ``QUANTIZED``, for linear layers.
         arithmetic: "auto" (the fastest sums of this machine) or "portable" (those of every processor).
         collectives: those of the ranks that share the model and all call this; None loads the whole model.
         weights_file: the file in which workers on the CPU share the whole model's weights; None: there is

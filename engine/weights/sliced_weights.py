@@ -20,6 +20,7 @@ from quire.engine.model.parallel_plan import Division, ParallelPlan, read_plan
 from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.converted_names import ConvertedCheckpoint
 from quire.engine.weights.digest import model_digest
+from quire.kernels.cpu.products.integer_weight import IntegerWeight
 from quire.kernels.cpu.products.linear import UNIT, PackedWeight
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def load_slices(
         for name, parameter in model.named_parameters():
             read = partial(by_parameter.read_packed, dtype=dtype) if name in packable else by_parameter.read
             tensors[name] = read(name, own.get(name)).to(parameter.dtype)
-        if any(each.rounds_inputs for weights in checkpoint.packed.values() for each in weights):
+        if any(isinstance(each, IntegerWeight) for weights in checkpoint.packed.values() for each in weights):
             raise UnsupportedModelError(
                 "ranks cannot divide W8A8 layers: the scale of a token's inputs depends on all of them"
             )

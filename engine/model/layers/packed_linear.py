@@ -99,7 +99,7 @@ def pack_linear_layers(
 
     Args:
         model: the model.
-        weight_dtype: "auto" (the model's own), "w8a8" or a key of ``QUANTIZED``.
+        weight_dtype: "auto" or "dequantized" (the model's own), "w8a8" or a key of ``QUANTIZED``.
         num_segments: number of segments of inputs by the layer's name; 1 for all other layers.
         arithmetic: the order of sums of weights that are not quantized, see ``pack``.
         stored: weights that the checkpoint has packed already, by the names of the model's parameters.
@@ -146,7 +146,7 @@ def pack_weight(
     Raises:
         SettingError: it cannot be quantized.
     """
-    if weight_dtype == "auto":
+    if weight_dtype in ("auto", "dequantized"):
         return pack(weight, arithmetic, allocate)
     if weight.shape[1] % GROUP:
         raise SettingError(
