@@ -28,6 +28,7 @@ from tests.testing.api_keys import write_keys
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, metric, wait_until_idle
 from tests.testing.tiny_engine import CPU, make_engine, make_request, run_in_order
+from tests.testing.until import until
 
 NUM_NEW = 40
 Expected = Callable[[int | None, tuple[int, ...]], list[int]]
@@ -217,6 +218,24 @@ async def test_adapters_are_added_replaced_and_removed_while_requests_run(
         with pytest.raises(QuireError, match="there is no folder /nowhere"):
             await asyncio.to_thread(admin.add_adapter, "adapter-0", "/nowhere")
         await wait_until_idle(workers)
+
+
+async def test_a_request_that_waits_gets_the_weights_that_are_loaded_meanwhile(
+    start_stack: StartStack, adapters: Adapters
+) -> None:
+    prompt = make_prompt(60, seed=11)
+    with start_stack("llama", lora=flags(adapters)[:1]) as stack:
+        admin = AdminClient(stack.admin_address)
+        async with connect(stack) as (client, workers):
+            await asyncio.to_thread(admin.drain, "decode-0")
+            asked = asyncio.create_task(generate(client, 0, prompt))
+            await until(
+                lambda: asyncio.to_thread(lambda: [e.num_requests for e in admin.status().tenants] == [1])
+            )
+            await asyncio.to_thread(admin.add_adapter, "adapter-0", str(adapters.paths[1]))
+            await asyncio.to_thread(admin.drain, "decode-0", undo=True)
+            assert list((await asked).token_ids) == adapters.expected(1, tuple(prompt))
+            await wait_until_idle(workers)
 
 
 async def test_workers_with_different_weights_of_a_name_share_no_request(

@@ -6,18 +6,25 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from quire.kvindex.block_hash import CacheScope
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
-from quire.rpc.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable
+from quire.rpc.errors import (
+    ADAPTER_NOT_LOADED,
+    RETRY_AFTER_SECONDS,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+)
 from quire.rpc.health import READY, STOPPING, Health
 from quire.services.requests.embeddings import validate_embeddings
 from quire.services.requests.prompts import check_detokenized, check_size, encode_chat, encode_text
 from quire.services.requests.served_model import ServedModel
-from quire.services.requests.validation import Answers, ValidRequest, answers_of, validate
+from quire.services.requests.validation import Answers, ValidRequest, answers_of, find_adapter, validate
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.execution.embedding import EmbeddingRun, run_all
 from quire.services.router.execution.failures import deadline_exceeded
@@ -227,21 +234,25 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
                 phases.record(Phase.TOKENIZE, admitted, self._clock())
                 self._metrics.prompt_tokens.inc(request.num_input_tokens)
                 self._metrics.request_prompt_tokens.observe(request.num_input_tokens)
-                scope = CacheScope(tenant.name, request.cache_salt, request.adapter)
                 session = session_name(headers, generation.session)
-                run = GenerationRun(
-                    cluster,
-                    request,
-                    scope,
-                    deadline,
-                    phases,
-                    session=session,
-                    arrival=timer.arrival,
-                    spend=allowance.spend,
-                    weight=tenant.weight,
-                )
-                timer.describe(request.request_id, tenant.name, run.usage, span)
-                async with aclosing(run.stream()) as responses:
+
+                def start(request: ValidRequest) -> GenerationRun:
+                    run = GenerationRun(
+                        cluster,
+                        request,
+                        CacheScope(tenant.name, request.cache_salt, request.adapter),
+                        deadline,
+                        phases,
+                        session=session,
+                        arrival=timer.arrival,
+                        spend=allowance.spend,
+                        weight=tenant.weight,
+                    )
+                    timer.describe(request.request_id, tenant.name, run.usage, span)
+                    return run
+
+                stream = _with_loaded_adapter(start, request, generation.model, cluster.model)
+                async with aclosing(stream) as responses:
                     async for response in responses:
                         timer.sent(response)
                         yield response
@@ -408,3 +419,24 @@ def _choice(responses: Sequence[pb.GenerateStreamResponse]) -> pb.Choice:
 def _remaining_seconds(context: Any) -> float:
     remaining = context.time_remaining()
     return math.inf if remaining is None else float(remaining)
+
+
+async def _with_loaded_adapter(
+    start: Callable[[ValidRequest], GenerationRun], request: ValidRequest, name: str, model: ServedModel
+) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+    """Yield the messages of a request; it begins again if its adapter gets other weights while it waits."""
+    has_begun = bool(request.received)
+    while True:
+        try:
+            async with aclosing(start(request).stream()) as responses:
+                async for response in responses:
+                    has_begun = True
+                    yield response
+            return
+        except FailedPrecondition as error:
+            if has_begun or error.reason != ADAPTER_NOT_LOADED:
+                raise
+            digest = find_adapter(name, model)
+            if digest == request.adapter:
+                raise
+            request = replace(request, adapter=digest)
