@@ -56,8 +56,6 @@ GIB = 1 << 30
 MIB = 1 << 20
 HOST = "127.0.0.1"
 EPOCH = "benchmark"
-NUM_LAYERS = (1, 8, 32, 80)
-"""Layers of 64 KiB (8 KV heads, float16); the last two make the blocks of an 8B and of a 70B model."""
 START_SECONDS = 120.0
 
 Way = Literal["messages", "shared", "shared, digests kept", "NIXL"]
@@ -72,6 +70,9 @@ class Options:
 
     mebibytes: Annotated[int, "size of one push"] = 256
     repeats: Annotated[int, "rounds; medians count"] = 5
+    layers: Annotated[tuple[int, ...], "layers of a block, of 64 KiB; 32 and 80 as in 8B and 70B models"] = (
+        *(1, 8, 32, 80),
+    )
 
 
 def layout(num_layers: int) -> KvLayout:
@@ -119,17 +120,17 @@ class Receiver(NamedTuple):
     tcp_port: int
 
 
-def receive(ready: Connection, folder: Path) -> None:
+def receive(ready: Connection, folder: Path, layers: tuple[int, ...]) -> None:
     """Run the receiving process until the other end of ``ready`` is closed."""
     keep_freed_buffers()
-    asyncio.run(_receive(ready, folder))
+    asyncio.run(_receive(ready, folder, layers))
 
 
-async def _receive(ready: Connection, folder: Path) -> None:
+async def _receive(ready: Connection, folder: Path, layers: tuple[int, ...]) -> None:
     servers = []
     ports: dict[tuple[int, Way], int] = {}
     opened: list[Transports] = [shared := SharedPools(folder)]
-    for num_layers in NUM_LAYERS:
+    for num_layers in layers:
         transports: dict[Transport, Transports] = {
             Transport.MESSAGES: MESSAGES_ONLY,
             Transport.SHARED: shared,
@@ -171,11 +172,11 @@ def _drain(listener: socket.socket) -> None:
 
 
 @contextmanager
-def receiver_process(folder: Path) -> Iterator[Receiver]:
+def receiver_process(folder: Path, layers: tuple[int, ...]) -> Iterator[Receiver]:
     """Start the receiving process and end it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, folder), daemon=True)
+    process = context.Process(target=receive, args=(theirs, folder, layers), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -308,7 +309,7 @@ async def measure(receiver: Receiver, folder: Path, num_bytes: int, repeats: int
 def rows_of(rates: Rates) -> list[dict[str, Any]]:
     """Return a row for each size of blocks: GiB/s and CPU seconds per GiB by the way of the blocks."""
     rows = []
-    for num_layers in NUM_LAYERS:
+    for num_layers in dict.fromkeys(num_layers for num_layers, _ in rates.push):
         speeds = {way: median(rates.push[num_layers, way][1:]) for way in WAYS}
         costs = {way: rates.cpu_seconds[num_layers, way] / rates.gib[num_layers, way] for way in WAYS}
         rows.append(
@@ -327,7 +328,7 @@ def main(options: Options) -> Report:
     keep_freed_buffers()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        with receiver_process(folder) as receiver:
+        with receiver_process(folder, options.layers) as receiver:
             rates = asyncio.run(measure(receiver, folder, options.mebibytes * MIB, options.repeats))
     rows = rows_of(rates)
     ceilings = {name: round(median(values[1:]), 3) for name, values in rates.ceilings.items()}

@@ -25,8 +25,6 @@ GPU_KV_SHARE = 0.8
 The rest is for the forward pass.
 """
 
-MAX_STATE_BLOCK_BYTES = 255 << 20
-"""Most bytes of a block with states: workers send each other messages of at most 256 MiB."""
 
 _GROUPS = ControlGroups()
 
@@ -89,15 +87,7 @@ def allocate_pool(
 
 
 def _check_room_for_states(config: EngineConfig, shape: KvShape, num_blocks: int, state_bytes: int) -> None:
-    """Raise SettingError if a prompt could not get the blocks of one step, or no message could carry a block.
-
-    Each of these blocks holds states.
-    """
-    if shape.block_bytes > MAX_STATE_BLOCK_BYTES:
-        raise SettingError(
-            f"a block of {config.name_of('block_size')} {shape.block_size} has {shape.block_bytes:,} bytes, "
-            f"{state_bytes:,} of them states, and a message carries at most {MAX_STATE_BLOCK_BYTES:,}"
-        )
+    """Raise SettingError if a prompt could not get the blocks of one step, each of which holds states."""
     num_needed = shape.window_blocks + 2 + config.max_num_batched_tokens // shape.block_size
     if num_blocks < num_needed:
         size = config.name_of("kv_memory_bytes" if config.num_blocks is None else "num_blocks")

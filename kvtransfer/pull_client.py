@@ -15,7 +15,7 @@ from quire.kvtransfer.errors import DigestMismatchError, ProtocolError, PullFail
 from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.layout import layout_to_proto
 from quire.kvtransfer.transports.interface import Intake, Transports
-from quire.kvtransfer.transports.messages import MESSAGES, MESSAGES_ONLY
+from quire.kvtransfer.transports.messages import MESSAGES_ONLY, Messages
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
@@ -54,7 +54,7 @@ class BlockPull:
     ) -> None:
         self._channels = channels
         self._transports = transports
-        self._intake: Intake = MESSAGES
+        self._intake: Intake = Messages()
         self._holder = holder
         self._block_hashes = block_hashes
         self._payload_sizes = layout.payload_sizes

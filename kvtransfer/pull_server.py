@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
+from itertools import islice
 
 import grpc
 
 from quire.kvtransfer import frame as frames
 from quire.kvtransfer.errors import ProtocolError, StaleEpochError, TransferError, UnknownLeaseError
-from quire.kvtransfer.frame import Transport
+from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.layout import layout_from_proto, require_equal
 from quire.kvtransfer.leases import LEASE_SECONDS, BlockLeases, Lease
 from quire.kvtransfer.metrics import TransferMetrics
@@ -90,25 +91,24 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         transport = agreed(self._transports, request.transport)
         block_bytes = self._source.layout.block_bytes
         num_per_message = frames.blocks_per_message(block_bytes, transport)
-        for start in range(request.first_block, end, num_per_message):
-            indices = range(start, min(end, start + num_per_message))
-            message = await asyncio.to_thread(self._message, lease, indices, transport)
+        pending = self._frames(lease, range(request.first_block, end), transport)
+        while True:
+            message = pb.PullResponse()
+            chosen = islice(pending, num_per_message)
+            await asyncio.to_thread(frames.add_to, message.frames, chosen, transport)
+            if not message.frames:
+                return
             # A copy or digest is valid only if its block was pinned all the time. After the end of the lease,
             # the block may have been overwritten.
             if lease.is_closed:
                 raise UnknownLeaseError("the lease ended while its blocks were copied: pin them again")
-            self._metrics.record_lent(len(indices), len(indices) * block_bytes, transport)
+            num_blocks = frames.num_completed(message.frames)
+            self._metrics.record_lent(num_blocks, num_blocks * block_bytes, transport)
             yield message
 
-    def _message(self, lease: Lease, indices: range, transport: Transport) -> pb.PullResponse:
-        message = pb.PullResponse()
+    def _frames(self, lease: Lease, indices: range, transport: Transport) -> Iterator[Frame]:
+        """Yield pinned blocks, or their pieces."""
         num_bare = self._source.layout.num_bare(len(lease.block_ids))
-        frames.add_to(
-            message.frames,
-            (
-                self._source.frame(i, lease.block_hashes[i], lease.block_ids[i], is_bare=i < num_bare)
-                for i in indices
-            ),
-            transport,
-        )
-        return message
+        for i in indices:
+            frame = self._source.frame(i, lease.block_hashes[i], lease.block_ids[i], is_bare=i < num_bare)
+            yield from frame.pieces(transport)

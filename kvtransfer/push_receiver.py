@@ -158,10 +158,10 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     ) -> None:
         if request.WhichOneof("message") != "frames":
             raise ProtocolError("open must be followed by frames and one commit")
-        due = (each for each in request.frames.frames if window.take(each.index))
-        for frame in intake.frames(due, *self._sink.layout.payload_sizes):
-            reservation.write(frame)
-            self._metrics.record_received(len(frame.payload), intake.transport)
+        for frame in intake.frames(request.frames.frames, *self._sink.layout.payload_sizes):
+            if window.take(frame.index):
+                reservation.write(frame)
+                self._metrics.record_received(len(frame.payload), intake.transport)
 
 
 async def _next(requests: AsyncIterator[pb.PushRequest]) -> pb.PushRequest:

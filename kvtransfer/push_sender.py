@@ -149,16 +149,17 @@ class BlockPush:
         """
         await self.opened()
         assert self._transport is not None, "the first credit says how the receiver takes blocks"
-        pending, transport = self._counted(blocks), self._transport
+        transport = self._transport
+        pending = self._counted(blocks, transport)
         while True:
             limit = frames.blocks_per_message(self._block_bytes, transport)
             count = min(limit, max(1, self._credit))
             # Copying and digesting megabytes would block the event loop. The previous message is sent
             # meanwhile.
             message = await asyncio.to_thread(frames.to_proto, islice(pending, count), transport)
-            num_blocks = len(message.frames.frames)
-            if not num_blocks:
+            if not message.frames.frames:
                 return
+            num_blocks = frames.num_completed(message.frames.frames)
             if num_blocks > self._num_left:
                 raise ProtocolError(f"more blocks than the {self._open.num_blocks} of the push")
             while not self._credit:
@@ -169,11 +170,11 @@ class BlockPush:
             self._num_left -= num_blocks
             self._num_sent += num_blocks
 
-    def _counted(self, blocks: Iterable[Frame]) -> Iterator[Frame]:
-        """Yield the blocks, and count their bytes."""
+    def _counted(self, blocks: Iterable[Frame], transport: Transport) -> Iterator[Frame]:
+        """Yield the blocks, or their pieces, and count their bytes."""
         for block in blocks:
             self._num_bytes += len(block.payload)
-            yield block
+            yield from block.pieces(transport)
 
     async def commit(self, first_token_id: int | None) -> PushSummary:
         """End the push and wait until the receiver has admitted the sequence.

@@ -13,23 +13,30 @@ from quire.protos import kvtransfer_pb2 as pb
 
 
 class Messages:
-    """The ``Intake`` of all peers that send their blocks in messages."""
+    """The ``Intake`` of one push or pull whose blocks come in messages."""
 
     transport = Transport.MESSAGES
     executor: Executor | None = None
+
+    def __init__(self) -> None:
+        self._pieces = bytearray()
 
     def frames(
         self, messages: Iterable[pb.BlockFrame], block_bytes: int, bare_bytes: int = 0, frame_bytes: int = 0
     ) -> Iterator[Frame]:
         """Yield the frames; see ``Intake.frames``."""
-        return (self.frame(each, block_bytes, bare_bytes) for each in messages)
-
-    def frame(self, message: pb.BlockFrame, block_bytes: int, bare_bytes: int = 0) -> Frame:
-        """Return the frame with the bytes in the message, whose digest has been checked."""
-        frame = frames.from_proto(message)
-        if len(frame.payload) not in (block_bytes, bare_bytes or block_bytes):
-            raise ProtocolError(f"block {frame.index} has {len(frame.payload)} bytes, not {block_bytes}")
-        return frame
+        for message in messages:
+            # Each access to a bytes field copies it, so it is read once.
+            payload: bytes | bytearray = message.payload
+            if message.bytes_left or self._pieces:
+                self._pieces += payload
+                payload = self._pieces
+            num_bytes = len(payload) + message.bytes_left
+            if num_bytes not in (block_bytes, bare_bytes or block_bytes):
+                raise ProtocolError(f"block {message.index} has {num_bytes} bytes, not {block_bytes}")
+            if not message.bytes_left:
+                self._pieces = bytearray()
+                yield frames.from_proto(message, memoryview(payload))
 
 
 class MessagesOnly:
@@ -41,11 +48,10 @@ class MessagesOnly:
 
     async def choose(self, offer: pb.SharedPool) -> Intake:
         """Return the intake from messages, regardless of the offer."""
-        return MESSAGES
+        return Messages()
 
     def close(self) -> None:
         """Do nothing, since no pools are shared."""
 
 
-MESSAGES = Messages()
 MESSAGES_ONLY = MessagesOnly()

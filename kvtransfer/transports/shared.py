@@ -16,7 +16,7 @@ from pathlib import Path
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
 from quire.kvtransfer.frame import Frame, Transport
 from quire.kvtransfer.transports.interface import Intake, Tell, ToldOnce
-from quire.kvtransfer.transports.messages import MESSAGES
+from quire.kvtransfer.transports.messages import Messages
 from quire.kvtransfer.transports.pool_socket import PoolSocket, boot_id, fetch_pool, open_directory
 from quire.protos import kvtransfer_pb2 as pb
 
@@ -110,7 +110,7 @@ class SharedPools:
             return await self._map(offer)
         except NotSharedError as error:
             self._tell(offer.epoch, Transport.MESSAGES, str(error))
-            return MESSAGES
+            return Messages()
 
     async def _map(self, offer: pb.SharedPool) -> PeerPool:
         if not offer.boot_id:

@@ -21,7 +21,7 @@ from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.kvtransfer.errors import NotSharedError, ProtocolError, SenderGoneError
 from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.transports import pool_socket, shared
-from quire.kvtransfer.transports.messages import MESSAGES
+from quire.kvtransfer.transports.messages import Messages
 from quire.kvtransfer.transports.pool_socket import (
     PoolSocket,
     fetch_pool,
@@ -248,13 +248,14 @@ async def test_a_pool_that_could_not_be_mapped_is_asked_for_again_after_a_pause(
 ) -> None:
     monkeypatch.setattr(pool_socket, "FETCH_SECONDS", 0.05)
     offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch="silent")
-    assert set(await asyncio.gather(*(borrower.choose(offer) for _ in range(8)))) == {MESSAGES}
-    assert await borrower.choose(offer) is MESSAGES
+    intakes = await asyncio.gather(*(borrower.choose(offer) for _ in range(8)))
+    assert all(isinstance(each, Messages) for each in intakes)
+    assert isinstance(await borrower.choose(offer), Messages)
     assert num_waiting(silent) == 1
     monkeypatch.setattr(shared, "FAILED_SECONDS", 0.0)
     another = SharedPools(directory)
     for _ in range(2):
-        assert await another.choose(offer) is MESSAGES
+        assert isinstance(await another.choose(offer), Messages)
         assert num_waiting(silent) == 1
         await until(lambda: not another._fetches)
 
@@ -292,7 +293,7 @@ async def test_a_mapping_that_fails_at_any_step_is_undone_and_blocks_are_sent_in
             name, failing = ("socket", Unconnected) if step == "connect" else (step, fail)
             patch.setattr(socket, name, failing)
         offer = pb.SharedPool(boot_id=pool_socket.boot_id(), epoch="epoch")
-        assert await borrower.choose(offer) is MESSAGES
+        assert isinstance(await borrower.choose(offer), Messages)
     await until(lambda: not held._connections)
     assert os.listdir("/proc/self/fd") == names_before
     held.close()
@@ -427,7 +428,7 @@ async def test_a_path_that_is_too_long_shares_nothing(directory: Path) -> None:
 
 
 async def test_without_an_offer_blocks_are_sent_in_messages(borrower: SharedPools) -> None:
-    assert await borrower.choose(pb.SharedPool()) is MESSAGES
+    assert isinstance(await borrower.choose(pb.SharedPool()), Messages)
 
 
 @pytest.mark.parametrize(

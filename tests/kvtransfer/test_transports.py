@@ -27,7 +27,7 @@ from quire.kvtransfer.errors import (
 )
 from quire.kvtransfer.frame import Transport
 from quire.kvtransfer.layout import layout_to_proto
-from quire.kvtransfer.transports.messages import MESSAGES
+from quire.kvtransfer.transports.messages import Messages
 from quire.kvtransfer.transports.nixl import NixlPools
 from quire.kvtransfer.transports.shared import SharedPools
 from quire.protos import kvtransfer_pb2 as pb
@@ -55,6 +55,7 @@ NIXL = pytest.param(
     marks=[pytest.mark.slow, pytest.mark.skipif(not HAS_NIXL, reason="the extra 'nixl' is not installed")],
 )
 TRANSPORTS = (Transport.MESSAGES, Transport.SHARED, NIXL)
+PIECES = "messages, with a block in three pieces"
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +66,11 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "NAMED_BYTES", 4 * BLOCK)
 
 
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
+@pytest.fixture(params=[*TRANSPORTS, PIECES])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Transport:
+    if request.param == PIECES:
+        monkeypatch.setattr(frames, "PIECE_BYTES", 2 * BLOCK // 5)
+        return Transport.MESSAGES
     kind: Transport = request.param
     return kind
 
@@ -428,7 +432,24 @@ async def test_roles_may_swap(transport: Transport, directory: Path) -> None:
 async def test_a_place_without_a_pool_is_an_error() -> None:
     """Messages that name a place are not taken by a receiver of payloads."""
     with pytest.raises((ProtocolError, DigestMismatchError)):
-        MESSAGES.frame(pb.BlockFrame(index=0, block_id=1, digest=frames.digest(b"", b"")), BLOCK)
+        list(Messages().frames([pb.BlockFrame(block_id=1, digest=frames.digest(b"", b""))], BLOCK))
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_without_one_of_its_pieces_a_block_does_not_arrive(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "PIECE_BYTES", 2 * BLOCK // 5)
+    blocks = [frames.Frame(index, hash_of(index), bytes([index]) * BLOCK) for index in range(2)]
+    pieces = [piece for block in blocks for piece in block.pieces(Transport.MESSAGES)]
+    message = frames.to_proto(pieces).frames.frames
+    assert list(Messages().frames(message, BLOCK)) == blocks
+    assert frames.num_completed(message) == 2
+    del message[lost]
+    arrived: list[frames.Frame] = []
+    with pytest.raises((ProtocolError, DigestMismatchError)):
+        arrived.extend(Messages().frames(message, BLOCK))
+    assert all(block in blocks for block in arrived)
 
 
 @pytest.mark.parametrize(
