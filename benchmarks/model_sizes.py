@@ -137,6 +137,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "dots1": {"n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_mamba": {"intermediate_size": 128},
     "gemma3n_text": {
         **_PER_LAYER_INPUTS,
         "num_hidden_layers": 4,
@@ -161,6 +162,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "kimi_linear": {**_FULL_HEADS, "q_lora_rank": None},
     "lfm2_moe": {"num_dense_layers": 1},
     "longcat_flash": {**_FULL_HEADS, "moe_topk": 2, "zero_expert_num": 2},
+    "mamba": {"intermediate_size": 128},
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
     "mimo_v2_flash": {"v_head_dim": 8},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},

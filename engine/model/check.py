@@ -29,7 +29,7 @@ from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.mask_check import MaskObserver, Window, mask_problem
 from quire.engine.model.states import States, StateShape, with_states
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu.linear_attention import LinearAttention
+from quire.kernels.cpu.recurrence import Recurrence
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -114,7 +114,7 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
         UnsupportedModelError: no layer calls attention, or the mask of a layer is not its causal window.
     """
     seen: list[_Observed] = []
-    recurrences: dict[torch.nn.Module, LinearAttention] = {}
+    recurrences: dict[torch.nn.Module, Recurrence] = {}
     observer = MaskObserver()
     AttentionInterface.register(_OBSERVER, partial(_observe, seen, recurrences))
     AttentionMaskInterface.register(_OBSERVER, observer)
@@ -125,6 +125,9 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     ):
         token = torch.zeros((1, 1), dtype=torch.long, device=_device(module))
         module(input_ids=token, use_cache=False, paged_step=_ANY_STEP)
+    states = _number_states(recurrences)
+    if states is not None and not seen:
+        return _with_states_only(states)
     _number([each.layer for each in seen])
     if droppers := dict.fromkeys(each.layer for each in seen if each.drops_step):
         attention.pass_step_to(module, droppers)
@@ -143,7 +146,6 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     sizes = {(each.key[1], shape[3]) for each in seen for shape in (each.key, each.value)}
     num_kv_heads = max(heads for heads, _ in sizes)
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
-    states = _number_states(recurrences)
     if states is not None and any(call.window for call in calls):
         raise UnsupportedModelError("it has layers with a state beside layers with a window")
     return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1, states)
@@ -163,7 +165,7 @@ class _Observed(NamedTuple):
 
 def _observe(
     seen: list[_Observed],
-    recurrences: dict[torch.nn.Module, LinearAttention],
+    recurrences: dict[torch.nn.Module, Recurrence],
     layer: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -176,7 +178,7 @@ def _observe(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     paged_step: object = None,
-    recurrence: LinearAttention | None = None,
+    recurrence: Recurrence | None = None,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a call of attention, and return zeros of the shape that the layer expects."""
@@ -218,7 +220,7 @@ def _number(layers: Sequence[torch.nn.Module]) -> None:
         layer.kv_layers = [number for number, each in enumerate(layers) if each is layer]  # type: ignore[assignment]
 
 
-def _number_states(recurrences: dict[torch.nn.Module, LinearAttention]) -> StateShape | None:
+def _number_states(recurrences: dict[torch.nn.Module, Recurrence]) -> StateShape | None:
     """Tell the layers with a state their numbers; return the shape of the states, None if there are none."""
     shapes = {(each.num_rows, each.row_size) for each in recurrences.values()}
     if len(shapes) > 1:
@@ -226,6 +228,16 @@ def _number_states(recurrences: dict[torch.nn.Module, LinearAttention]) -> State
     for number, layer in enumerate(recurrences):
         layer.state_number = number  # type: ignore[assignment]
     return next((StateShape(len(recurrences), *shape) for shape in shapes), None)
+
+
+def _with_states_only(states: StateShape) -> KvHeads:
+    """Return the heads of a model without attention.
+
+    Its blocks have the keys and values of one layer, which nobody writes, since states are stored in units
+    of a layer. They are of such a size that about 512 units with 16 tokens hold all states.
+    """
+    num_floats = states.num_layers * states.num_rows * states.row_size
+    return KvHeads(1, 1, -(-num_floats // (512 * 32 * 16)) * 16, (), states=states)
 
 
 def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_positions: int) -> None:

@@ -8,7 +8,7 @@ like the recurrence itself runs token by token, in float32.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,43 @@ class StatePlaces(NamedTuple):
     rows_per_part: int
     block_size: int
     first_row: int
+
+
+class Recurrence(Protocol):
+    """The weights of a layer with a state, and how tokens change the state.
+
+    Attributes:
+        num_outputs: outputs for each token.
+        num_rows, row_size: a state is ``num_rows`` rows of ``row_size`` float32 numbers.
+        key_dim: rows of the state of a head.
+        rates: how fast states decay.
+    """
+
+    @property
+    def num_outputs(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def row_size(self) -> int: ...
+    @property
+    def key_dim(self) -> int: ...
+    @property
+    def rates(self) -> torch.Tensor: ...
+
+    def advance(
+        self, inputs: torch.Tensor, steps: torch.Tensor, metadata: AttentionMetadata, places: StatePlaces
+    ) -> torch.Tensor:
+        """Update the states of a step's sequences, and return the outputs of their new tokens.
+
+        Args:
+            inputs: float32 ``[num_tokens, num_channels]``.
+            steps: float32 ``[num_tokens, num_steps]``, whose meaning depends on the kind of layer.
+            metadata: the step's sequences, with ``block_tables`` for each frame.
+            places: where the states lie.
+
+        Returns:
+            float32 ``[num_tokens, num_outputs]``.
+        """
 
 
 PLACE_FIELDS = (

@@ -34,6 +34,8 @@ ARCHITECTURES = [
     "llama4",
     "kimi_linear",
     "minimax",
+    "mamba",
+    "jamba",
     *EXPERTS,
 ]
 

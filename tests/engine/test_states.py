@@ -35,8 +35,10 @@ from tests.testing.tiny_models import best_tokens, load_reference, make_random_m
 
 TinyModel = Callable[..., Path]
 Load = Callable[[str], LoadedModel]
-each_kind = pytest.mark.parametrize("architecture", ["bamba", "qwen3_next", "kimi_linear", "minimax"])
-"""A model with states of each kind."""
+each_kind = pytest.mark.parametrize(
+    "architecture", ["bamba", "mamba2", "jamba", "falcon_mamba", "qwen3_next", "kimi_linear", "minimax"]
+)
+"""A model with states of each kind, and models without attention."""
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,28 @@ def test_variants_of_kimi_and_minimax(
     check_tokens(tiny_model(architecture, **values))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("mamba", {"conv_kernel": 2, "use_conv_bias": False}),
+        ("falcon_mamba", {"state_size": 20, "time_step_rank": 3}),
+        ("jamba", {"mamba_expand": 3, "mamba_d_state": 4}),
+        ("mamba2", {"n_groups": 1, "use_bias": True}),
+    ],
+)
+def test_variants_of_mamba(architecture: str, tiny_model: TinyModel, values: dict[str, Any]) -> None:
+    check_tokens(tiny_model(architecture, **values))
+
+
+def test_a_model_without_attention_has_room_for_little_else_than_states(load: Load) -> None:
+    model = load("mamba2")
+    assert model.heads.states is not None
+    shape = model.kv_shape(16)
+    assert shape.window_layers == tuple(range(1, shape.num_layers))
+    unused = shape.block_bytes - model.heads.states.num_bytes
+    assert 0 <= unused < 2 * shape.block_bytes / shape.num_layers
+
+
 def check_tokens(folder: Path) -> None:
     engine = make_engine(load_model(str(folder), "float32", CPU), max_num_seqs=8, max_num_batched_tokens=20)
     prompt = make_prompt(70)
@@ -127,6 +151,7 @@ def check_tokens(folder: Path) -> None:
         ("nemotron_h", {"time_step_min": 1e-9}),
         *((each, {}) for each in ("qwen3_next", "qwen3_5_text", "olmo_hybrid")),
         *((each, {}) for each in ("kimi_linear", "bailing_hybrid", "minimax")),
+        *((each, {}) for each in ("mamba", "falcon_mamba", "mamba2", "jamba")),
     ],
 )
 def test_logprobs_are_near_those_of_transformers(
@@ -221,6 +246,8 @@ def test_what_is_not_supported_is_refused(bamba: LoadedModel, tiny_model: TinyMo
         ("bamba", {"mamba_d_state": 18}, "multiples of 4 and 16"),
         ("bamba", {"mamba_d_head": 8, "mamba_n_heads": 16}, "multiples of 4 and 16"),
         ("nemotron_h", {"time_step_min": 0.01}, "limit their time steps"),
+        ("mamba", {"state_size": 18}, "multiples of 4 and 16"),
+        ("mamba", {"hidden_act": "gelu"}, "and not 'silu'"),
         ("qwen3_next", {"hidden_act": "gelu"}, "and not 'silu'"),
         ("qwen3_next", {"linear_value_head_dim": 24}, "multiples of 4 and 16"),
         ("kimi_linear", {"hidden_act": "gelu"}, "and not 'silu'"),

@@ -25,7 +25,8 @@ EXPERTS = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 CONVOLUTIONS = ["lfm2", "lfm2_moe", "lfm3"]
 DELTA_NETS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 KIMI_DELTA = ["kimi_linear", "bailing_hybrid"]
-STATES = ["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", *DELTA_NETS, *KIMI_DELTA, "minimax"]
+MAMBA = ["mamba", "falcon_mamba", "mamba2", "jamba", "zamba2", "bamba", "falcon_h1", "nemotron_h"]
+STATES = [*MAMBA, "granitemoehybrid", *DELTA_NETS, *KIMI_DELTA, "minimax"]
 LATENT = ["deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"]
 ARCHITECTURES = [
     *("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "opt"),

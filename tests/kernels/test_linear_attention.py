@@ -1,4 +1,4 @@
-"""Linear attention over states in blocks, compared with its formula in float64."""
+"""Linear attention and selective scans over states in blocks, compared with their formulas in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.states import States, StateShape, with_states
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
+from quire.kernels.cpu.selective_scan import SelectiveScan
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
 
@@ -51,18 +52,29 @@ def make_layer(
     )
 
 
+def make_scan(num_taps: int = 4, num_channels: int = 96, key_dim: int = 8) -> SelectiveScan:
+    def select(inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Compute nothing whose bits might depend on other tokens."""
+        return inputs.roll(1, dims=1), inputs[:, :key_dim] * 0.5, inputs[:, -key_dim:]
+
+    rates, skip = -torch.rand(key_dim, num_channels), torch.randn(num_channels)
+    taps, bias = torch.randn(num_taps, num_channels), torch.randn(num_channels)
+    return SelectiveScan(taps, bias, rates, skip, select)
+
+
 make_mamba = partial(make_layer, most_replaced=0)
 make_kimi = partial(make_layer, num_decays=24)
 make_bounded = partial(make_layer, num_decays=24, decay=Decay.SIGMOID)
 make_lightning = partial(make_layer, num_taps=0, decay=Decay.FIXED, most_replaced=0)
-MakeLayer = Callable[[], LinearAttention]
-MAKERS: list[MakeLayer] = [make_layer, make_mamba, make_kimi, make_bounded, make_lightning]
+Layer = LinearAttention | SelectiveScan
+MakeLayer = Callable[[], Layer]
+MAKERS: list[MakeLayer] = [make_layer, make_mamba, make_kimi, make_bounded, make_lightning, make_scan]
 
 
 class Blocks:
     """Blocks in which each sequence has a table of its own; what is not written is not a number."""
 
-    def __init__(self, layer: LinearAttention) -> None:
+    def __init__(self, layer: Layer) -> None:
         self.layer = layer
         # Two layers with states, whose rows fill several frames, and the last one only in part.
         shape = StateShape(2, layer.num_rows, layer.row_size)
@@ -96,20 +108,24 @@ class Blocks:
         return self.memory.read(int(self.tables[sequence, index]))
 
 
-def num_channels(layer: LinearAttention) -> int:
+def num_channels(layer: Layer) -> int:
+    if isinstance(layer, SelectiveScan):
+        return layer.num_outputs
     return 2 * NUM_GROUPS * layer.key_dim + layer.num_outputs
 
 
-def num_steps(layer: LinearAttention) -> int:
+def num_steps(layer: Layer) -> int:
+    if isinstance(layer, SelectiveScan):
+        return 0
     of_decays = 0 if layer.decay is Decay.FIXED else layer.step_bias.numel()
     return of_decays + (NUM_HEADS if layer.most_replaced else 0)
 
 
-def make_inputs(layer: LinearAttention) -> list[torch.Tensor]:
+def make_inputs(layer: Layer) -> list[torch.Tensor]:
     return [torch.randn(length, num_channels(layer) + num_steps(layer)) for length in LENGTHS]
 
 
-def by_formula(layer: LinearAttention, inputs: torch.Tensor) -> torch.Tensor:
+def by_formula(layer: Layer, inputs: torch.Tensor) -> torch.Tensor:
     """Return the outputs of one sequence, in float64."""
     mixed, steps = inputs.double().split([num_channels(layer), num_steps(layer)], dim=1)
     if layer.taps is not None and layer.conv_bias is not None:
@@ -118,6 +134,8 @@ def by_formula(layer: LinearAttention, inputs: torch.Tensor) -> torch.Tensor:
             sum(tap * padded[j : j + len(mixed)] for j, tap in enumerate(layer.taps.double()))
             + layer.conv_bias.double()
         )
+    if isinstance(layer, SelectiveScan):
+        return scanned(layer, mixed)
     q, k, v = divided(mixed, layer)
     of_decays = len(mixed), *layer.step_bias.shape
     if layer.decay is Decay.FIXED:
@@ -144,6 +162,18 @@ def by_formula(layer: LinearAttention, inputs: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs).flatten(1)
 
 
+def scanned(layer: SelectiveScan, mixed: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of a selective scan of mixed inputs, in float64."""
+    steps, b, c = layer.select(mixed)
+    steps = torch.nn.functional.softplus(steps)
+    state = mixed.new_zeros(layer.rates.shape)
+    outputs = []
+    for t in range(len(mixed)):
+        state = torch.exp(layer.rates * steps[t]) * state + b[t][:, None] * (steps[t] * mixed[t])
+        outputs.append(c[t] @ state + layer.skip * mixed[t])
+    return torch.stack(outputs)
+
+
 def divided(mixed: torch.Tensor, layer: LinearAttention) -> list[torch.Tensor]:
     """Return queries, keys and values by heads; those of groups are repeated."""
     numbers, sizes = (NUM_GROUPS, NUM_GROUPS, NUM_HEADS), (layer.key_dim, layer.key_dim, layer.row_size)
@@ -160,6 +190,7 @@ def divided(mixed: torch.Tensor, layer: LinearAttention) -> list[torch.Tensor]:
         *MAKERS,
         partial(make_mamba, num_taps=2, size=16, key_dim=128),
         partial(make_layer, num_taps=1),
+        partial(make_scan, num_taps=2, num_channels=256, key_dim=16),
         partial(make_layer, size=16, most_replaced=2),
         partial(make_layer, size=64, key_dim=128),
         partial(make_kimi, size=16, key_dim=128, num_decays=128),

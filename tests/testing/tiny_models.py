@@ -61,6 +61,7 @@ _STATES = {
     "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
 }
+_SCANS = {**_COMMON, "intermediate_size": 128, "state_size": 8}
 # Each head of keys belongs to two heads of values; a quarter of each head is rotated.
 _DELTA_NETS = {
     **_GROUPED,
@@ -103,6 +104,35 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("BambaConfig", {**_STATES, "attn_layer_indices": [1]}),
+    "mamba": ("MambaConfig", {**_SCANS, "use_bias": True}),
+    "falcon_mamba": ("FalconMambaConfig", _SCANS),
+    "mamba2": ("Mamba2Config", {**_COMMON, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "jamba": (
+        "JambaConfig",
+        {
+            **_STATES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_STATES,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "adapter_rank": 8,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "num_mem_blocks": 1,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        },
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         {

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from quire.engine.model.layers.latent_attention import latent_expansion
 from quire.engine.model.states import States
 from quire.kernels import ops
-from quire.kernels.cpu.linear_attention import LinearAttention
+from quire.kernels.cpu.recurrence import Recurrence
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.short_convolution import Convolution, short_convolution
 
@@ -58,7 +58,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     convolution: Convolution | None = None,
-    recurrence: LinearAttention | None = None,
+    recurrence: Recurrence | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values into their blocks, and attend over all blocks of each sequence.
@@ -113,7 +113,7 @@ def _advance_states(
     steps: torch.Tensor,
     metadata: AttentionMetadata,
     states: States | None,
-    recurrence: LinearAttention,
+    recurrence: Recurrence,
 ) -> torch.Tensor:
     """Run the recurrence of a layer with a state.
 

@@ -1,8 +1,9 @@
-"""Layers of Mamba 2, as in Bamba, Granite 4 and Falcon-H1, whose states are kept in KV blocks."""
+"""Layers of Mamba 1 and 2, as in Jamba, Bamba and Falcon-H1, whose states are kept in KV blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from quire.engine.model.layers.state_layers import (
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
+from quire.kernels.cpu.selective_scan import SelectiveScan
 
 _SHORT_STEP = 1e-3
 """To this, transformers lengthens time steps of Nemotron-H's prompts, and not those of further tokens.
@@ -91,3 +93,30 @@ def _weights(layer: Any) -> LinearAttention:
         row_size=layer.head_dim,
         most_replaced=0,
     )
+
+
+def run_selective_scan(
+    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    """Run a layer like ``MambaMixer``; see ``run_mamba``."""
+    inputs, gate = layer.in_proj(hidden_states).float().chunk(2, dim=-1)
+    output = attend(inputs, inputs, inputs, recurrence=kept_weights(layer, _scan_weights))
+    output = output * rows.activation(gate, Activation.SILU)
+    result: torch.Tensor = layer.out_proj(output.to(hidden_states.dtype))
+    return result
+
+
+def _scan_weights(layer: Any) -> SelectiveScan:
+    taps, bias = convolution_weights(layer)
+    rates = -torch.exp(layer.A_log.double()).float().T.contiguous()
+    select = partial(_select, layer, layer.conv1d.weight.dtype)
+    return SelectiveScan(taps, bias, rates, layer.D.float().contiguous(), select)
+
+
+def _select(layer: Any, dtype: torch.dtype, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the steps, b and c of inputs; see ``SelectiveScan``."""
+    size = layer.ssm_state_size
+    step, b, c = layer.x_proj(inputs.to(dtype)).split([layer.time_step_rank, size, size], dim=-1)
+    if hasattr(layer, "dt_layernorm"):  # Jamba and Falcon Mamba
+        step, b, c = layer.dt_layernorm(step), layer.b_layernorm(b), layer.c_layernorm(c)
+    return layer.dt_proj(step), b, c

@@ -21,7 +21,7 @@ from quire.engine.model.layers.convolution_layers import run_short_convolution
 from quire.engine.model.layers.delta_layers import run_delta_net, run_kimi_delta_attention
 from quire.engine.model.layers.lightning_layers import run_lightning_attention
 from quire.engine.model.layers.llama4_layers import run_chunked_attention
-from quire.engine.model.layers.mamba_layers import run_mamba
+from quire.engine.model.layers.mamba_layers import run_mamba, run_selective_scan
 
 Attend = Callable[..., torch.Tensor]
 """Attention of a layer: returns ``[1, num_tokens, num_heads, head_dim]`` for ``[1, num_heads, num_tokens,
@@ -219,11 +219,13 @@ _REPLACEMENTS = {
     "codegen": _Replacement("CodeGenAttention", "_attn", _from_heads),
     "falcon": _Replacement("FalconAttention", "forward", _falcon),
     "falcon_h1": _Replacement("FalconH1Mixer", "forward", run_mamba),
+    "falcon_mamba": _Replacement("FalconMambaMixer", "forward", run_selective_scan),
     "git": _Replacement("GitSelfAttention", "forward", _git),
     "gpt_neo": _Replacement("GPTNeoSelfAttention", "_attn", _gpt_neo),
     "gpt_neox_japanese": _Replacement("GPTNeoXJapaneseAttention", "_attn", _from_heads),
     "gptj": _Replacement("GPTJAttention", "_attn", _from_heads),
     "granitemoehybrid": _Replacement("GraniteMoeHybridMambaLayer", "forward", run_mamba),
+    "jamba": _Replacement("JambaMambaMixer", "forward", run_selective_scan),
     "kimi_linear": _Replacement("KimiLinearDeltaAttention", "forward", run_kimi_delta_attention),
     "lfm2": _Replacement("Lfm2ShortConv", "forward", run_short_convolution),
     "lfm2_moe": _Replacement("Lfm2MoeShortConv", "forward", run_short_convolution),
@@ -231,6 +233,8 @@ _REPLACEMENTS = {
     "llama4_text": _Replacement(
         "Llama4TextAttention", "forward", run_chunked_attention, needs_positions=True
     ),
+    "mamba": _Replacement("MambaMixer", "forward", run_selective_scan),
+    "mamba2": _Replacement("Mamba2Mixer", "forward", run_mamba),
     "megatron-bert": _Replacement("MegatronBertSelfAttention", "forward", _bert),
     "minimax": _Replacement("MiniMaxLightningAttention", "forward", run_lightning_attention),
     "mpt": _Replacement("MptAttention", "forward", _mpt, needs_mask=True),
@@ -244,11 +248,13 @@ _REPLACEMENTS = {
     "rembert": _Replacement("RemBertSelfAttention", "forward", _bert),
     "roformer": _Replacement("RoFormerSelfAttention", "forward", _roformer),
     "xglm": _Replacement("XGLMAttention", "forward", _xglm),
+    "zamba2": _Replacement("Zamba2MambaMixer", "forward", run_mamba),
 }
 """The models, by the type in their configuration."""
 _KINDS: dict[Callable[..., Any], frozenset[str]] = {
     run_short_convolution: frozenset({"conv"}),
     run_mamba: frozenset({"linear_attention", "hybrid"}),
+    run_selective_scan: frozenset({"linear_attention"}),
     run_chunked_attention: frozenset({"chunked_attention"}),
     run_delta_net: frozenset({"linear_attention"}),
     run_kimi_delta_attention: frozenset({"linear_attention"}),

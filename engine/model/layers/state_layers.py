@@ -9,18 +9,18 @@ import torch
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.linear_attention import ROWS, LinearAttention
-from quire.kernels.cpu.recurrence import LANES
+from quire.kernels.cpu.linear_attention import ROWS
+from quire.kernels.cpu.recurrence import LANES, Recurrence
 from quire.kernels.cpu.rows import Activation, Norm
 
 
-def kept_weights(layer: Any, make: Callable[[Any], LinearAttention]) -> LinearAttention:
+def kept_weights(layer: Any, make: Callable[[Any], Recurrence]) -> Recurrence:
     """Return the weights of a layer, which are made at its first call.
 
     Raises:
         UnsupportedModelError: no kernel updates its state.
     """
-    kept: LinearAttention | None = getattr(layer, "recurrence", None)
+    kept: Recurrence | None = getattr(layer, "recurrence", None)
     if kept is None:
         kept = make(layer)
         if kept.rates.device.type != "cpu":
