@@ -2,24 +2,27 @@
 
     python -m quire.benchmarks.model_survey --page docs/models.md
     python -m quire.benchmarks.model_survey llama mixtral --ranks 2,3,4
+    python -m quire.benchmarks.model_survey minimax bamba --speed
 
 A model is served if it gives the greedy tokens of ``generate``. The survey fails if a model gets
 other tokens, if it lacks a kind of layer that published models have, or if there is neither a model nor a
 reason why not. With ``--ranks``, models that four ranks can divide instead answer prompts in one process and
-on each number of ranks. Tokens and logprobs must be equal to the last bit.
+on each number of ranks. Tokens and logprobs must be equal to the last bit. With ``--speed``, larger models
+compute a prompt and decode steps in turns with transformers' own code, on 2 threads.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
@@ -30,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quire.benchmarks.harness.engines import CPU, as_sequence, make_engine, run_to_end
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.random_llamas import byte_tokenizer
-from quire.benchmarks.harness.rounds import show_progress
+from quire.benchmarks.harness.rounds import show_progress, turns
 from quire.benchmarks.harness.tables import table
 from quire.benchmarks.model_sizes import (
     KINDS,
@@ -43,6 +46,7 @@ from quire.benchmarks.model_sizes import (
     WINDOW,
 )
 from quire.benchmarks.models_page import Result, Status, write_page
+from quire.engine.engine import Engine
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.loader import load_model
 from quire.llm import LLM
@@ -67,6 +71,35 @@ RANK_SIZES = {
 RANK_PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150)]
 RANK_PARAMS = LlmSamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)
 
+SPEED_SIZES = {
+    **SIZES,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "head_dim": 128,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "shared_intermediate_size": 512,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_heads": 8,
+    "linear_head_dim": 64,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+}
+"""Sizes with which most of a prompt's time is arithmetic."""
+SPEED_TOKENS, SPEED_STEPS, SPEED_ROUNDS = 384, 16, 5
+
 
 @dataclass(frozen=True)
 class Options:
@@ -75,6 +108,7 @@ class Options:
     names: Annotated[tuple[str, ...], "architectures; all if none is named"]
     ranks: Annotated[tuple[int, ...], "numbers of ranks to compare with one process"] = ()
     page: Annotated[Path | None, "the page to write the results to"] = None
+    speed: Annotated[bool, "compare the speed with that of transformers"] = False
 
 
 class NotTinyError(Exception):
@@ -266,6 +300,73 @@ def divided(name: str, numbers: Sequence[int]) -> Result:
     return Result(Status.SERVED)
 
 
+class Times(NamedTuple):
+    """Milliseconds of one prompt of 384 tokens, and of one decode step of one sequence after it."""
+
+    prompt: float
+    step: float
+
+
+def times_of_transformers(model: PreTrainedModel, prompt: list[int]) -> Times:
+    """Measure a prompt and steps of transformers."""
+    tokens, cache, seconds = torch.tensor([prompt]), None, []
+    for _ in range(1 + SPEED_STEPS):
+        start = time.perf_counter()
+        output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+        seconds.append(time.perf_counter() - start)
+    return Times(1000 * seconds[0], 1000 * min(seconds[1:]))
+
+
+def times_of_quire(engine: Engine, prompt: list[int], index: int) -> Times:
+    """Measure a prompt and steps of the engine."""
+    params = SamplingParams(temperature=0.0, max_tokens=1 + SPEED_STEPS, ignore_eos=True)
+    engine.add_request(as_sequence(index, prompt, params))
+    seconds = []
+    while not engine.is_idle:
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    return Times(1000 * seconds[0], 1000 * min(seconds[1:]))
+
+
+@torch.inference_mode()
+def speeds(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shortest times of both, which take turns."""
+    model = make_tiny_model(name, sizes)
+    prompt = torch.randint(3, 320, (SPEED_TOKENS,)).tolist()
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder))
+        make_tiny_config(name, sizes).save_pretrained(folder)
+        engine = make_engine(load_model(folder, "float32", CPU), 256)
+        own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    calls: dict[str, Callable[[int], Times]] = {
+        "transformers": lambda _: times_of_transformers(own, prompt),
+        "quire": lambda index: times_of_quire(engine, prompt, index),
+    }
+    times = {each: [] for each in calls}
+    for index, contender in turns(calls, SPEED_ROUNDS):
+        times[contender].append(calls[contender](index + 1))
+    best = {each: Times(*map(min, zip(*rounds, strict=True))) for each, rounds in times.items()}
+    row: dict[str, Any] = {"architecture": name, "width": sizes["hidden_size"]}
+    for part in Times._fields:
+        own_time, time_here = (getattr(best[each], part) for each in calls)
+        row |= {f"{part}_ms": time_here, f"{part}_own_ms": own_time, f"{part}_ratio": own_time / time_here}
+    return row
+
+
+SPEED_COLUMNS = {
+    "architecture": "{architecture}",
+    "width": "{width}",
+    "prompt: ms": "{prompt_ms:.1f}",
+    "transformers": "{prompt_own_ms:.1f}",
+    "ratio": "{prompt_ratio:.2f}",
+    "step: ms": "{step_ms:.2f}",
+    "transformers ": "{step_own_ms:.2f}",
+    "ratio ": "{step_ratio:.2f}",
+}
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -274,7 +375,10 @@ def _first_line(error: Exception) -> str:
 def main(options: Options) -> Report:
     """Try the architectures."""
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if options.speed else 1)
+    if options.speed:
+        rows = [speeds(name, sizes) for name in options.names for sizes in (SIZES, SPEED_SIZES)]
+        return Report([table("Speed beside transformers", rows, SPEED_COLUMNS)], {"speeds": rows})
     results = {}
     for name in options.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         results[name] = divided(name, options.ranks) if options.ranks else served(name)
