@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -216,68 +216,138 @@ def activate(kind: int, values: int, length: int, storage: Any) -> None:
             x[i] = narrow((one if x[i] >= zero else small) / (one + small), storage)
 
 
-_FIELDS = ("rows", "weight", "bias", "next_row", "num_rows", "length", "norm", "activation")
+@exact
+def _multiply(left: int, right: int, outputs: int, length: int) -> None:
+    keep_apart()
+    x, y = carray(pointer(left, np.float32), (length,)), carray(pointer(right, np.float32), (length,))
+    products = carray(pointer(outputs, np.float32), (length,))
+    for i in range(length):
+        products[i] = x[i] * y[i]
+
+
+_FIELDS = (
+    *("inputs", "gates", "outputs", "weight", "bias", "next_row"),
+    *("num_rows", "length", "input_stride", "gate_stride", "num_weight_rows"),
+    *("norm", "activation", "gate_activation", "is_gated_first"),
+)
 _ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("epsilon", np.float64)])
 
 
+class Gate(NamedTuple):
+    """Values by which a row is multiplied.
+
+    Attributes:
+        values: a tensor of the shape of the rows.
+        activation: the function that is applied to them first, and whose result is rounded to their dtype.
+        is_first: whether the row is multiplied before it is normalized, or after.
+    """
+
+    values: torch.Tensor
+    activation: Activation
+    is_first: bool = False
+
+
 def norm(
-    inputs: torch.Tensor, kind: Norm, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    inputs: torch.Tensor,
+    kind: Norm,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    *,
+    dtype: torch.dtype | None = None,
+    gate: Gate | None = None,
 ) -> torch.Tensor:
-    """Normalize each row of ``[..., length]``; the weight and the bias ``[length]`` are float32."""
-    rows = inputs.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    _run(rows, inputs.dtype, weight.data_ptr(), bias_at, kind, Activation.NONE, epsilon)
-    return rows.to(inputs.dtype)
+    """Normalize each row of ``[..., length]``.
+
+    Args:
+        weight: float32 ``[length]`` or ``[num_groups, length]``; then every ``num_groups`` rows belong
+            together. None only if nothing is normalized.
+        bias: float32 ``[length]``, or None.
+        dtype: that to which a normalized row is rounded, the inputs' own by default.
+        gate: what multiplies each row.
+
+    Returns:
+        A tensor of the dtype of the inputs.
+    """
+    dtype = dtype or inputs.dtype
+    return _run(inputs, STORAGE[dtype], kind, weight, bias, epsilon, Activation.NONE, gate).to(inputs.dtype)
 
 
 def activation(inputs: torch.Tensor, kind: Activation) -> torch.Tensor:
     """Apply an elementwise function to a tensor."""
-    rows = inputs.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _run(rows, inputs.dtype, 0, 0, Norm.NONE, kind, 0.0)
-    return rows.to(inputs.dtype)
+    return _run(inputs, STORAGE[inputs.dtype], Norm.NONE, None, None, 0.0, kind, None).to(inputs.dtype)
 
 
 def _run(
-    rows: torch.Tensor,
-    dtype: torch.dtype,
-    weight: int,
-    bias: int,
+    inputs: torch.Tensor,
+    storage: Any,
     kind: Norm,
-    function: Activation,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     epsilon: float,
-) -> None:
-    length = rows.shape[-1]
-    counter = np.zeros(1, np.int64)
-    num_rows = rows.numel() // max(length, 1)
-    fields = (rows.data_ptr(), weight, bias, counter.ctypes.data, num_rows, length, kind, function, epsilon)
-    arguments = np.array([fields], dtype=_ARGUMENTS)
+    function: Activation,
+    gate: Gate | None,
+) -> torch.Tensor:
+    """Return float32 values of the shape of the inputs."""
+    length = inputs.shape[-1]
+    rows = _as_rows(inputs, length)
+    gates = rows if gate is None else _as_rows(gate.values, length)
+    outputs, counter = torch.empty(inputs.shape), np.zeros(1, np.int64)
+    addresses = (
+        rows.data_ptr(),
+        0 if gate is None else gates.data_ptr(),
+        outputs.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        counter.ctypes.data,
+    )
+    num_weight_rows = 1 if weight is None else weight.numel() // max(length, 1)
+    sizes = (len(rows), length, rows.stride(0), gates.stride(0), num_weight_rows)
+    of_gate = (Activation.NONE, False) if gate is None else gate[1:]
+    arguments = np.array([(*addresses, *sizes, kind, function, *of_gate, epsilon)], dtype=_ARGUMENTS)
     num_threads = torch.get_num_threads() if rows.numel() >= _MIN_THREADED_VALUES else 1
-    threads.run(_kernel(STORAGE[dtype]).address, arguments.ctypes.data, num_threads)
+    kernel = _kernel(storage, storage if gate is None else STORAGE[gate.values.dtype])
+    threads.run(kernel.address, arguments.ctypes.data, num_threads)
+    return outputs
+
+
+def _as_rows(values: torch.Tensor, length: int) -> torch.Tensor:
+    """Return float32 ``[num_rows, length]``, whose rows are contiguous."""
+    rows = values.float().reshape(-1, length) if length else values.float().flatten()[:, None]
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @cache
-def _kernel(storage: Any) -> Any:
+def _kernel(storage: Any, gate_storage: Any) -> Any:
     """Compile the function that each thread runs: it takes the next row until none is left."""
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
+        length, gates = args.length, np.empty(args.length, np.float32)
+        gate = np.int64(gates.ctypes.data)
         while True:
             row = np.int64(fetch_and_increment(args.next_row))
             if row >= args.num_rows:
                 break
-            values = args.rows + 4 * row * args.length
+            inputs = np.int64(args.inputs + 4 * row * args.input_stride)
+            outputs = np.int64(args.outputs + 4 * row * length)
+            if args.gates != 0:
+                gates[:] = carray(pointer(args.gates + 4 * row * args.gate_stride, np.float32), (length,))
+                activate(args.gate_activation, gate, length, gate_storage)
+            if args.gates != 0 and args.is_gated_first:
+                _multiply(inputs, gate, outputs, length)
+                inputs = outputs
             if args.norm != 0:
-                normalize(
-                    args.norm,
-                    values,
-                    args.weight,
-                    args.bias,
-                    args.epsilon,
-                    values,
-                    args.length,
-                    storage,
+                weight = args.weight + 4 * (row % args.num_weight_rows) * length
+                normalize(args.norm, inputs, weight, args.bias, args.epsilon, outputs, length, storage)
+                inputs = outputs
+            if args.gates != 0 and not args.is_gated_first:
+                _multiply(inputs, gate, outputs, length)
+            elif inputs != outputs:
+                carray(pointer(outputs, np.float32), (length,))[:] = carray(
+                    pointer(inputs, np.float32), (length,)
                 )
-            activate(args.activation, values, args.length, storage)
+            activate(args.activation, outputs, length, storage)
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
     return compile_kernel(signature, kernel, error_model="numpy")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from quire.kernels.cpu.rows import Activation, Norm, activation, norm
+from quire.kernels.cpu.rows import Activation, Gate, Norm, activation, norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -73,3 +73,31 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kind: Norm) -> None:
         assert torch.equal(norm(rows[index], kind, weight, bias, 1e-6), together[index])
     gates = activation(rows, Activation.SILU)
     assert torch.equal(activation(rows[7], Activation.SILU), gates[7])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_gate_multiplies_before_or_after_the_norm(dtype: torch.dtype, is_first: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Rows of a view are not contiguous.
+    values, gates = torch.randn((5, 2, 4, 48), generator=generator)[..., :40].to(dtype).split(1, dim=1)
+    weight = torch.randn((4, 40), generator=generator)
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        of_groups = [
+            norm(rows[:, :, g], Norm.RMS_IN_FLOAT32, weight[g].clone(), None, 1e-6) for g in range(4)
+        ]
+        return torch.stack(of_groups, dim=2)
+
+    factors = activation(gates, Activation.SILU)
+    gate = Gate(gates, Activation.SILU, is_first)
+    found = norm(values, Norm.RMS_IN_FLOAT32, weight, None, 1e-6, gate=gate)
+    if dtype == torch.float32:
+        assert torch.equal(found, normed(values * factors) if is_first else normed(values) * factors)
+    else:
+        expected = (
+            normed(values.float() * factors.float()) if is_first else normed(values).float() * factors.float()
+        )
+        assert_near(found, expected.to(dtype), 2)
+    product = norm(values, Norm.NONE, None, None, 0.0, gate=gate)
+    assert torch.equal(product, values * factors)

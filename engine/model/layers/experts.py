@@ -17,15 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from quire.engine.model.check import UnsupportedModelError, refusing
 from quire.engine.model.collectives import Collectives, Int64s, pieces
 from quire.engine.model.layers.llama4_layers import use_experts_interface
 from quire.engine.model.layers.packed_linear import pack_weight
+from quire.engine.model.layers.row_layers import KernelActivation
 from quire.engine.model.parallel_shares import DividedExperts
-from quire.kernels.cpu.products.grouped_linear import WeightGroup, grouped_sums
+from quire.kernels.cpu import rows
+from quire.kernels.cpu.products.grouped_linear import WeightGroup, group_choices, grouped_sums
 from quire.kernels.cpu.products.linear import PackedWeight
+from quire.kernels.cpu.rows import Gate, Norm
 from quire.kernels.cpu.weighted_sums import weighted_sums
 
 _IMPLEMENTATION = "quire"
@@ -113,24 +116,27 @@ def compute_experts(
         RanksError: a rank has failed.
     """
     packed: PackedExperts = module.packed
-    part, num_experts = packed.part, len(packed.part.segments)
-    chosen = top_k_index.numpy().reshape(-1) - part.first
-    chosen[(chosen < 0) | (chosen >= num_experts)] = num_experts
-    order = np.argsort(chosen, kind="stable")
-    ends = np.searchsorted(chosen, np.arange(num_experts), "right", order)
-    own = order[: ends[-1]]
-    rows = torch.from_numpy(own // top_k_index.shape[1])
-    values = grouped_sums(hidden_states[rows], packed.up, ends.tolist()).to(hidden_states.dtype)
-    values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
-    values = grouped_sums(values, packed.down, ends.tolist())
+    part, num_choices = packed.part, top_k_index.shape[1]
+    groups = group_choices(top_k_index.numpy(), part.first, len(part.segments))
+    own = torch.from_numpy(groups.choices // num_choices)
+    values = grouped_sums(hidden_states[own], packed.up, groups.ends).to(hidden_states.dtype)
+    values = _apply_gate(module, values) if module.has_gate else module.act_fn(values)
+    values = grouped_sums(values, packed.down, groups.ends)
     if module.has_post_expert_norm:
         values = module.post_expert_norm(values.to(hidden_states.dtype)).float()
-    factors = top_k_weights.reshape(-1)[torch.from_numpy(own)].float()
-    places = np.full(chosen.shape, len(own))
-    places[own] = np.arange(len(own))
-    places = np.sort(places.reshape(top_k_index.shape), axis=1)
-    partials = weighted_sums(values, factors, part.segments[chosen[own]], places, part.pieces)
+    factors = top_k_weights.reshape(-1)[torch.from_numpy(groups.choices)].float()
+    segments = np.repeat(part.segments, np.diff(groups.ends, prepend=0))
+    partials = weighted_sums(values, factors, segments, groups.places, part.pieces)
     return part.add(partials).to(hidden_states.dtype)
+
+
+def _apply_gate(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the values ``[num_rows, width]`` times the activation of their gates."""
+    if type(module)._apply_gate is _default_apply_gate and isinstance(module.act_fn, KernelActivation):
+        gates, values = values.chunk(2, dim=1)
+        return rows.norm(values, Norm.NONE, None, None, 0.0, gate=Gate(gates, module.act_fn.kind))
+    gated: torch.Tensor = module._apply_gate(values)
+    return gated
 
 
 def divide_experts(module: Any, divided: DividedExperts, collectives: Collectives) -> None:

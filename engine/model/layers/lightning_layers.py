@@ -10,7 +10,7 @@ import torch
 from quire.engine.model.layers.state_layers import kept_weights
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
-from quire.kernels.cpu.rows import Activation
+from quire.kernels.cpu.rows import Activation, Gate
 
 
 def run_lightning_attention(
@@ -21,9 +21,9 @@ def run_lightning_attention(
     parts = by_head.unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim)).transpose(2, 3)
     inputs, no_steps = parts.flatten(2), by_head[..., :0]
     output = attend(inputs, no_steps, inputs, recurrence=kept_weights(layer, _weights))
-    output = layer.norm(output.to(hidden_states.dtype))
-    gate = rows.activation(layer.output_gate(hidden_states), Activation.SIGMOID)
-    return layer.out_proj(gate * output), None
+    norm, gate = layer.norm, Gate(layer.output_gate(hidden_states), Activation.SIGMOID)
+    output = output.to(hidden_states.dtype)
+    return layer.out_proj(rows.norm(output, norm.kind, norm.weight32, None, norm.epsilon, gate=gate)), None
 
 
 def _weights(layer: Any) -> LinearAttention:

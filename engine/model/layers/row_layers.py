@@ -218,15 +218,19 @@ class ModuleFunctions(KernelFunctions):
 
 
 def _use_kernel_functions(module: torch.nn.Module) -> None:
-    """Make a module compute with kernels instead of torch's functions."""
-    forward, functions = module.forward, ModuleFunctions(module)
+    """Make a module compute with kernels instead of torch's functions.
 
-    @wraps(forward)
+    Of the code of experts, only their gate runs.
+    """
+    name, functions = "_apply_gate" if hasattr(module, "_apply_gate") else "forward", ModuleFunctions(module)
+    method = getattr(module, name)
+
+    @wraps(method)
     def with_kernels(*args: Any, **kwargs: Any) -> Any:
         with functions:
-            return forward(*args, **kwargs)
+            return method(*args, **kwargs)
 
-    module.forward = with_kernels
+    setattr(module, name, with_kernels)
 
 
 def _calls_replaced_functions(kind: type[torch.nn.Module]) -> bool:

@@ -11,7 +11,7 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import ROWS
 from quire.kernels.cpu.recurrence import LANES, Recurrence
-from quire.kernels.cpu.rows import Activation, Norm
+from quire.kernels.cpu.rows import Activation, Gate, Norm
 
 
 def kept_weights(layer: Any, make: Callable[[Any], Recurrence]) -> Recurrence:
@@ -72,9 +72,8 @@ def gated_norm(
         is_gated_first: whether the norm comes after the gate.
         activation: that of the gate.
     """
-    gate = rows.activation(gate, activation)
-    inputs = output * gate if is_gated_first else output
-    groups = inputs.unflatten(-1, (-1, group_size))
-    normed = rows.norm(groups, Norm.RMS, torch.ones(group_size), None, float(norm.variance_epsilon))
-    scaled: torch.Tensor = norm.weight * normed.flatten(-2).to(dtype)
-    return scaled if is_gated_first else scaled * gate
+    groups, gates = (each.unflatten(-1, (-1, group_size)) for each in (output, gate))
+    of_gate = Gate(gates, activation, is_gated_first)
+    epsilon, weight = float(norm.variance_epsilon), norm.weight.float()
+    normed = rows.norm(groups, Norm.RMS, weight, None, epsilon, dtype=dtype, gate=of_gate)
+    return normed.flatten(-2)

@@ -77,6 +77,8 @@ from quire.kernels.cpu.products.transposed import HALVES, SWAPPED, WORDS, can_tr
 
 logger = logging.getLogger(__name__)
 
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
 UNIT = 64
 """Output columns that a thread computes at a time; outputs are padded to a multiple of it."""
 _PANELS = UNIT // TILE_COLUMNS
@@ -380,7 +382,7 @@ def sums(
 
 def multiply_chunks(
     rows: torch.Tensor,
-    chunks: Sequence[tuple[int, int, int, int]],
+    chunks: Sequence[tuple[int, int, int, int]] | Int64s,
     weight: PackedWeight,
     num_segments: int = 1,
     own_inputs: range | None = None,
