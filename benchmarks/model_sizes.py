@@ -70,6 +70,34 @@ SIZES: Mapping[str, Any] = {
 }
 """Values of a configuration. An architecture ignores those that it does not have."""
 
+SPEED_SIZES: Mapping[str, Any] = {
+    **SIZES,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "head_dim": 128,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "shared_intermediate_size": 512,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_heads": 8,
+    "linear_head_dim": 64,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+}
+"""Values of larger models, with which most of a prompt's time is arithmetic."""
+
 PART_SIZES: Mapping[str, Any] = {
     **SIZES,
     "depth": 2,

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -42,6 +42,7 @@ from quire.benchmarks.model_sizes import (
     PART_SIZES,
     REASONS,
     SIZES,
+    SPEED_SIZES,
     UNTRIED,
     WINDOW,
 )
@@ -71,33 +72,6 @@ RANK_SIZES = {
 RANK_PROMPTS = [list(range(5, 5 + length)) for length in (3, 40, 150)]
 RANK_PARAMS = LlmSamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)
 
-SPEED_SIZES = {
-    **SIZES,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "head_dim": 128,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
-    "shared_intermediate_size": 512,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_num_heads": 8,
-    "linear_head_dim": 64,
-    "mamba_n_heads": 16,
-    "mamba_d_head": 64,
-    "mamba_d_state": 64,
-}
-"""Sizes with which most of a prompt's time is arithmetic."""
 SPEED_TOKENS, SPEED_STEPS, SPEED_ROUNDS = 384, 16, 5
 
 
@@ -344,7 +318,7 @@ def speeds(name: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "transformers": lambda _: times_of_transformers(own, prompt),
         "quire": lambda index: times_of_quire(engine, prompt, index),
     }
-    times = {each: [] for each in calls}
+    times: dict[str, list[Times]] = {each: [] for each in calls}
     for index, contender in turns(calls, SPEED_ROUNDS):
         times[contender].append(calls[contender](index + 1))
     best = {each: Times(*map(min, zip(*rounds, strict=True))) for each, rounds in times.items()}
@@ -377,7 +351,13 @@ def main(options: Options) -> Report:
     logging.disable(logging.WARNING)
     torch.set_num_threads(2 if options.speed else 1)
     if options.speed:
-        rows = [speeds(name, sizes) for name in options.names for sizes in (SIZES, SPEED_SIZES)]
+        rows = []
+        for name, sizes in product(options.names, (SIZES, SPEED_SIZES)):
+            try:
+                rows.append(speeds(name, sizes))
+                show_progress(f"{name}: {rows[-1]}")
+            except UnsupportedModelError as error:
+                show_progress(f"{name}: {_first_line(error)}")
         return Report([table("Speed beside transformers", rows, SPEED_COLUMNS)], {"speeds": rows})
     results = {}
     for name in options.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):

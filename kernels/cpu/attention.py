@@ -124,11 +124,12 @@ def paged_attention(
     if latent_dim is not None:
         num_kv_heads, value_offset, head_stride = num_heads // _latent_group(num_heads), 0, 0
     group = num_heads // num_kv_heads
-    num_new = np.diff(query_starts.numpy())
+    starts = query_starts.numpy()
+    num_new = starts[1:] - starts[:-1]
     parts, tiles = make_tiles(
-        make_parts(query_starts.numpy(), num_new, part_tokens(group)),
+        make_parts(starts, num_new, part_tokens(group)),
         block_tables.numpy(),
-        query_starts.numpy(),
+        starts,
         seq_lens.numpy(),
         AttentionShape(block_size, num_heads, num_kv_heads),
         torch.get_num_threads(),

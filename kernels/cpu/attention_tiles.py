@@ -53,6 +53,9 @@ def make_parts(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     Returns:
         int64 ``[num_parts, 3]``: rows of (sequence, first token, last token + 1).
     """
+    if (num_new == 1).all():
+        one_each: Array = np.arange(len(num_new))[:, None] + np.array([0, 0, 1])
+        return one_each
     num_parts = -(-num_new // max_tokens)
     sequence = np.repeat(np.arange(len(num_parts)), num_parts)
     part_index = np.arange(len(sequence)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)

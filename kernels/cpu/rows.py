@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,6 +232,7 @@ _FIELDS = (
     *("norm", "activation", "gate_activation", "is_gated_first"),
 )
 _ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("epsilon", np.float64)])
+_PACKED = Struct(f"{len(_FIELDS)}qd")
 
 
 class Gate(NamedTuple):
@@ -292,22 +294,23 @@ def _run(
     length = inputs.shape[-1]
     rows = _as_rows(inputs, length)
     gates = rows if gate is None else _as_rows(gate.values, length)
-    outputs, counter = torch.empty(inputs.shape), np.zeros(1, np.int64)
+    outputs = torch.empty(inputs.shape)
+    num_threads = torch.get_num_threads() if rows.numel() >= _MIN_THREADED_VALUES else 1
+    counter = np.zeros(1, np.int64) if num_threads > 1 else None
     addresses = (
         rows.data_ptr(),
         0 if gate is None else gates.data_ptr(),
         outputs.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
-        counter.ctypes.data,
+        0 if counter is None else counter.ctypes.data,
     )
     num_weight_rows = 1 if weight is None else weight.numel() // max(length, 1)
-    sizes = (len(rows), length, rows.stride(0), gates.stride(0), num_weight_rows)
+    sizes = (rows.shape[0], length, rows.stride(0), gates.stride(0), num_weight_rows)
     of_gate = (Activation.NONE, False) if gate is None else gate[1:]
-    arguments = np.array([(*addresses, *sizes, kind, function, *of_gate, epsilon)], dtype=_ARGUMENTS)
-    num_threads = torch.get_num_threads() if rows.numel() >= _MIN_THREADED_VALUES else 1
+    arguments = _PACKED.pack(*addresses, *sizes, kind, function, *of_gate, epsilon)
     kernel = _kernel(storage, storage if gate is None else STORAGE[gate.values.dtype])
-    threads.run(kernel.address, arguments.ctypes.data, num_threads)
+    threads.run(kernel.address, arguments, num_threads)
     return outputs
 
 
@@ -324,9 +327,10 @@ def _kernel(storage: Any, gate_storage: Any) -> Any:
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         length, gates = args.length, np.empty(args.length, np.float32)
-        gate = np.int64(gates.ctypes.data)
+        gate, row = np.int64(gates.ctypes.data), np.int64(-1)
         while True:
-            row = np.int64(fetch_and_increment(args.next_row))
+            # One thread needs no counter.
+            row = np.int64(fetch_and_increment(args.next_row)) if args.next_row != 0 else row + 1
             if row >= args.num_rows:
                 break
             inputs = np.int64(args.inputs + 4 * row * args.input_stride)

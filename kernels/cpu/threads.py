@@ -15,19 +15,21 @@ from pathlib import Path
 
 import torch
 
-_ParallelCall = Callable[[int, int, int, int], None]
+_ParallelCall = Callable[[int, int | bytes, int, int], None]
 
 
-def run(kernel_address: int, arguments_address: int, num_threads: int) -> None:
+def run(kernel_address: int, arguments: int | bytes, num_threads: int) -> None:
     """Call ``void kernel(void *arguments)`` on each of ``num_threads`` threads and wait for all of them.
+
+    The arguments are an address, or the bytes themselves.
 
     If torch was built without GNU OpenMP, as on other platforms, the kernel is called once, on this thread.
     """
     parallel = _gomp_parallel()
     if parallel is None:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)(arguments_address)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)(arguments)
     else:
-        parallel(kernel_address, arguments_address, num_threads, 0)
+        parallel(kernel_address, arguments, num_threads, 0)
 
 
 @cache

@@ -125,8 +125,7 @@ def compute_experts(
     if module.has_post_expert_norm:
         values = module.post_expert_norm(values.to(hidden_states.dtype)).float()
     factors = top_k_weights.reshape(-1)[torch.from_numpy(groups.choices)].float()
-    segments = np.repeat(part.segments, np.diff(groups.ends, prepend=0))
-    partials = weighted_sums(values, factors, segments, groups.places, part.pieces)
+    partials = weighted_sums(values, factors, part.segments[groups.weights], groups.places, part.pieces)
     return part.add(partials).to(hidden_states.dtype)
 
 

@@ -116,9 +116,10 @@ def _run(
     **options: Any,
 ) -> Any:
     """Run a replaced method, or the original one for eager attention."""
-    if config._attn_implementation == "eager":
+    implementation = config._attn_implementation
+    if implementation == "eager":
         return original(*inputs, **options)
-    interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
 
     def attend(query: Any, key: Any, value: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         # Some models rotate queries and keys in float32.

@@ -58,6 +58,7 @@ _FUNCTIONS = {
 """The kernel that replaces a torch function whose bits depend on the processor or on other rows."""
 _NAMES = {"linear", "polar", *(function.__name__ for function in _FUNCTIONS)}
 _CONVERSIONS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
+_REPLACED = {*_FUNCTIONS, *_CONVERSIONS, torch.polar, torch.Tensor.__rpow__, torch.nn.functional.linear}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Largest difference of a layer from the one that it replaces, relative to the largest value."""
@@ -191,6 +192,8 @@ class ModuleFunctions(KernelFunctions):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function not in _REPLACED:
+            return function(*args, **(kwargs or {}))
         if function is torch.nn.functional.linear and args[0].is_cpu and args[0].dtype in _DTYPES:
             return self._linear(*args, **(kwargs or {}))
         if function in _CONVERSIONS and not kwargs and self._is_own(args[0]):

@@ -48,18 +48,20 @@ class Groups(NamedTuple):
 
     Attributes:
         choices: those that have a weight, ordered by it, and then as they were.
+        weights: the weight of each of ``choices``.
         ends: for each weight, the end of its part of ``choices``.
         places: for each token where its choices are in ``choices``, in ascending order and followed by
             numbers of no choice, ``[num_tokens, num_choices]``.
     """
 
     choices: Int64s
+    weights: Int64s
     ends: Int64s
     places: Int64s
 
 
 @stored_njit
-def _group(chosen: Int64s, first: int, num_weights: int) -> tuple[Int64s, Int64s, Int64s]:
+def _group(chosen: Int64s, first: int, num_weights: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     num_tokens, num_choices = chosen.shape
     ends, weights = np.zeros(num_weights + 1, np.int64), np.empty(num_tokens * num_choices, np.int64)
     for choice in range(num_tokens * num_choices):
@@ -75,7 +77,8 @@ def _group(chosen: Int64s, first: int, num_weights: int) -> tuple[Int64s, Int64s
         places[choice // num_choices, choice % num_choices] = place
     for token in range(num_tokens):
         places[token].sort()
-    return choices[: starts[num_weights - 1]], starts[:num_weights], places
+    choices = choices[: starts[num_weights - 1]]
+    return choices, weights[choices], starts[:num_weights], places
 
 
 def group_choices(chosen: Int64s, first: int, num_weights: int) -> Groups:
@@ -87,14 +90,15 @@ def group_choices(chosen: Int64s, first: int, num_weights: int) -> Groups:
 
 
 @stored_njit
-def _chunks(ends: Int64s, addresses: Int64s, most_rows: int) -> Int64s:
-    """Return the chunks of ``multiply_chunks``."""
+def _chunks(ends: Int64s, addresses: Int64s, width: int, most_rows: int) -> Int64s:
+    """Return the chunks of ``multiply_chunks`` for rows of ``width`` outputs."""
     num_weights, num_chunks, start = len(ends), 0, 0
-    chunks = np.empty((ends[-1] // most_rows + num_weights, 4), np.int64)
+    chunks = np.empty((ends[-1] // most_rows + num_weights, 6), np.int64)
     for weight in range(num_weights):
         for first in range(start, ends[weight], most_rows):
             chunks[num_chunks, 0], chunks[num_chunks, 1] = first, min(most_rows, ends[weight] - first)
-            chunks[num_chunks, 2:] = addresses[weight]
+            chunks[num_chunks, 2:4] = addresses[weight]
+            chunks[num_chunks, 4], chunks[num_chunks, 5] = first * width, width
             num_chunks += 1
         start = ends[weight]
     return chunks[:num_chunks]
@@ -110,5 +114,7 @@ def grouped_sums(inputs: torch.Tensor, group: WeightGroup, ends: Int64s) -> torc
             after the last end have no weight, and their results are undefined.
     """
     weight = group.weights[0]
-    chunks = _chunks(ends, group.addresses, ROWS)
-    return multiply_chunks(weight.operands(inputs), chunks, weight)[:, : weight.out_features]
+    output = torch.empty((len(inputs), weight.num_units * UNIT))
+    chunks = _chunks(ends, group.addresses, output.shape[1], ROWS)
+    multiply_chunks(weight.operands(inputs), chunks, weight, output)
+    return output[:, : weight.out_features]
