@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import accumulate
 from random import Random
-from statistics import median
+from statistics import linear_regression, median
 from typing import NamedTuple
 
 from quire.client import AsyncClient, ModelInfo
@@ -20,6 +20,8 @@ REPEATS = 5
 DECODE_TOKENS = 48
 SHARE_BATCH = 8
 """Sequences per decode worker beside which a prompt is measured."""
+REQUESTS_AT_ONCE = 8
+"""Short prompts that are sent at once."""
 RESERVED_TOKENS = 64
 """Tokens of the model's length that are reserved for an answer."""
 
@@ -81,8 +83,9 @@ async def calibrate(
         context_seconds = await probe.context_seconds(longest)
         on_step("work at the same time")
         prefill_share, decode_share = await probe.shares(model, longest, first_tokens[-1][1])
+        request_share = await probe.request_share(*first_tokens[0])
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
-    overhead = _intercept(first_tokens)
+    overhead = overhead_of(first_tokens)
     # The decode workers ran at the same time, and slowed each other.
     slowdown = max(1.0, model.num_decode_workers * decode_share)
     steps = [(batch, seconds / slowdown) for batch, seconds in steps]
@@ -101,6 +104,7 @@ async def calibrate(
         context_seconds=context_seconds,
         prefill_share=prefill_share,
         decode_share=decode_share,
+        request_share=request_share,
     )
 
 
@@ -110,10 +114,14 @@ def _rising(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(zip(amounts, accumulate(seconds, max), strict=True))
 
 
-def _intercept(points: Sequence[Point]) -> float:
-    """Return the time of a prompt without tokens, extrapolated from the two shortest prompts."""
-    (x0, y0), (x1, y1) = points[:2]
-    return min(max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0)), 0.95 * min(y for _, y in points))
+def overhead_of(points: Sequence[Point]) -> float:
+    """Return the time of a prompt without tokens, from the line that fits short prompts best.
+
+    The shortest is left out, since decode workers compute such prompts themselves, without a push. The time
+    of long ones is no line.
+    """
+    amounts, seconds = zip(*(points[1:4] if len(points) > 2 else points), strict=True)
+    return min(max(0.0, linear_regression(amounts, seconds).intercept), 0.95 * min(y for _, y in points))
 
 
 class _Probe:
@@ -154,6 +162,18 @@ class _Probe:
         # While the first sequences decode, the last are still prefilled, so only the later half counts.
         half = DECODE_TOKENS // 2
         return median((t.arrivals[-1] - t.arrivals[half]) / (len(t.arrivals) - 1 - half) for t in timed)
+
+    async def request_share(self, num_tokens: float, seconds_alone: float) -> float:
+        """Return the share of the processors that a request uses outside the engines.
+
+        It follows from the time that prompts of ``num_tokens`` take together, which are little else.
+        """
+        shares: list[float] = []
+        for _ in range(REPEATS):
+            timed = await asyncio.gather(*(self.send(int(num_tokens), 1) for _ in range(REQUESTS_AT_ONCE)))
+            seconds = max(each.arrivals[0] for each in timed)
+            shares.append(seconds / (REQUESTS_AT_ONCE * seconds_alone))
+        return min(1.0, median(shares))
 
     async def shares(self, model: ModelInfo, num_tokens: int, seconds_alone: float) -> tuple[float, float]:
         """Return the shares of the processors that a prompt's computation and a decode worker's steps use.

@@ -37,6 +37,7 @@ class Calibration:
         prefill_share: share of the cluster's processors that a prompt's computation uses when it is alone; 0
             if it slows no other worker.
         decode_share: the same of a decode worker's steps, with the other processes' work for their tokens.
+        request_share: the same of the work for one request outside the engines.
     """
 
     block_tokens: int
@@ -52,6 +53,7 @@ class Calibration:
     context_seconds: float = 0.0
     prefill_share: float = 0.0
     decode_share: float = 0.0
+    request_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode_step"):

@@ -6,6 +6,7 @@ import heapq
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from quire.routing.pressure import Targets
 from quire.routing.pulls import Blocks, Pulls
 from quire.simulator.block_cache import BlockCache
 from quire.simulator.calibration import Calibration, CalibrationError
-from quire.simulator.machine import Machine
+from quire.simulator.machine import Errand, Machine
 from quire.simulator.servers import Job, Server
 from quire.simulator.trace import TraceRequest
 
@@ -170,8 +171,7 @@ class Simulation:
         decoding.resident_tokens += placement.resident_tokens
         for server in {computing, decoding}:
             server.num_requests += 1
-        overhead = self._calibration.overhead_seconds * computing.machine.slowdown
-        self.at(self.now + overhead, self._call, job)
+        self._serve(computing, self._calibration.overhead_seconds, partial(self._call, job))
 
     def _call(self, job: Job) -> None:
         job.called_at = self.now
@@ -183,12 +183,12 @@ class Simulation:
         num_there = self._servers[peer.worker_id].cache.num_cached(job.block_hashes[: peer.num_blocks])
         num_missing = max(0, num_there - server.cache.num_cached(job.block_hashes))
         job.pulled_bytes = num_missing * cal.block_bytes
-        alone = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second
-        job.pull_seconds = alone * server.machine.slowdown
-        self.at(self.now + job.pull_seconds, self._pulled, job, num_there)
+        seconds = cal.pull_round_trip_seconds + job.pulled_bytes / cal.pull_bytes_per_second
+        self._serve(server, seconds, partial(self._pulled, job, num_there))
 
     def _pulled(self, job: Job, num_blocks: int) -> None:
         server = self._servers[job.placement.computing]
+        job.pull_seconds = self.now - job.called_at
         self._store(server, job.block_hashes[:num_blocks])
         server.compute(job)
 
@@ -210,7 +210,12 @@ class Simulation:
             self._finished(job)
             return
         handoff = self._calibration.handoff_seconds if placement.prefill else 0.0
-        self.at(self.now + handoff * server.machine.slowdown, self._hand_over, job)
+        self._serve(server, handoff, partial(self._hand_over, job))
+
+    def _serve(self, server: Server, seconds: float, then: Callable[[], None]) -> None:
+        """Let processes near a worker do something for one request; processors of the workers' are shared."""
+        share = self._calibration.request_share if self._config.is_one_machine else 0.0
+        Errand(self, server.machine, seconds, share, then)
 
     def _hand_over(self, job: Job) -> None:
         server = self._servers[job.placement.decode.worker_id]

@@ -7,22 +7,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from quire.routing.placement import Placement
 from quire.simulator.block_cache import BlockCache
 from quire.simulator.calibration import DECODE_PROMPT_TOKENS, Calibration
-from quire.simulator.machine import Machine
+from quire.simulator.machine import Machine, Timeline
 from quire.simulator.trace import TraceRequest
-
-
-class Timeline(Protocol):
-    """The simulated time, and the schedule of events."""
-
-    now: float
-
-    def at(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Schedule an action for a simulated time in seconds."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quire.routing.placement import PolicyConfig
-from quire.simulator.calibrate import shares_of
+from quire.simulator.calibrate import overhead_of, shares_of
 from quire.simulator.calibration import Calibration, CalibrationError
 from quire.simulator.cluster import ClusterConfig, Replay, replay
 from quire.simulator.trace import TraceRequest
@@ -88,3 +88,20 @@ def test_long_prompts_make_the_steps_of_their_answers_longer(costs: Calibration)
     requests = (prompt(0.0, 64, 0, 101), prompt(10.0, 1064, 100, 101), prompt(20.0, 64, 200, 101))
     outcomes = run(contexts, *requests).outcomes
     assert [outcome.tpot_seconds for outcome in outcomes] == pytest.approx([0.01, 0.02, 0.01])
+
+
+def test_the_work_for_one_request_slows_the_prompts_of_others(costs: Calibration) -> None:
+    requests = (prompt(0.0, 200, 0), prompt(0.2, 200, 100))
+    shared = replace(costs, overhead_seconds=0.1, request_share=1.0)
+    outcomes = run(shared, *requests).outcomes
+    # 0.1 s of the first prompt is left when the second request arrives; both then take twice as long.
+    assert [outcome.ttft_seconds for outcome in outcomes] == pytest.approx([0.4, 0.4])
+    alone = run(shared, *requests, is_one_machine=False).outcomes
+    assert [outcome.ttft_seconds for outcome in alone] == pytest.approx([0.3, 0.3])
+
+
+def test_the_overhead_of_a_prompt_is_that_of_short_ones_that_are_handed_over() -> None:
+    points = [(64.0, 0.012), (128.0, 0.02), (256.0, 0.03), (512.0, 0.05), (1024.0, 0.2)]
+    assert overhead_of(points) == pytest.approx(0.01)
+    assert overhead_of([(64.0, 0.001), *points[1:]]) == pytest.approx(0.95 * 0.001)
+    assert overhead_of(points[1:3]) == pytest.approx(0.01)
