@@ -52,6 +52,7 @@ from quire.services.router.tenants.admission import Admission
 from quire.services.router.tenants.api_keys import ApiKeys, Authenticator, NoKeys
 from quire.services.router.workers.queue import WorkerQueue
 from quire.services.router.workers.silences import TICK_SECONDS
+from quire.services.router.workers.tenant_turns import TenantTurns
 from quire.services.router.workers.worker import can_continue
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn, background, in_background
@@ -289,11 +290,14 @@ async def _cluster(
     )
     workers.call_on_return(queue.wake)
     prefixes = sources.prefixes(model.block_size)
+    turns = TenantTurns(lambda: len(workers.serving()), time.monotonic)
     suspects, pushes = Suspects(), Pushes()
     workers.call_on_leave(pushes.forget)
     copies = Copies(workers, spawn, CopyMetrics(metrics.registry), copies_grown=config.copy_answers)
     followers = (suspects.follow, copies.follow, pushes.follow)
-    return Cluster(model, workers, queue, prefixes, metrics, spawn, planner, suspects, pushes, followers)
+    return Cluster(
+        model, workers, queue, turns, prefixes, metrics, spawn, planner, suspects, pushes, followers
+    )
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from quire.services.router.execution.pushes import Pushes
 from quire.services.router.execution.suspects import Suspects
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.workers.queue import WorkerQueue
+from quire.services.router.workers.tenant_turns import TenantTurns
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn
 
@@ -25,6 +26,7 @@ class Cluster:
     model: ServedModel
     workers: WorkerSet
     queue: WorkerQueue
+    turns: TenantTurns
     prefixes: PrefixLookup
     metrics: RouterMetrics
     spawn: Spawn

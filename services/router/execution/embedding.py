@@ -90,20 +90,21 @@ class EmbeddingRun(GenerationRun):
         """
         cluster, account = self._cluster, self._account
         group = self._group()
-        while True:
-            try:
-                placement = await self._choice.choose(group, None)
-                sequence = self._sequence(group, placement)
-                attempt = EmbeddingAttempt(
-                    cluster.workers, cluster.spawn, placement, group, sequence, account
-                )
-                attempt.dimensions = dimensions
-                running = attempt.outputs((cluster.suspects.follow,), self._remaining_seconds)
-                async with aclosing(running) as outputs:
-                    async for _ in outputs:
-                        return attempt.embedding
-            except WorkerCallFailed as failure:
-                await self._give_up_attempt(group, failure)
+        async with aclosing(self._choice):
+            while True:
+                try:
+                    placement = await self._choice.choose(group, None)
+                    sequence = self._sequence(group, placement)
+                    attempt = EmbeddingAttempt(
+                        cluster.workers, cluster.spawn, placement, group, sequence, account
+                    )
+                    attempt.dimensions = dimensions
+                    running = attempt.outputs((cluster.suspects.follow,), self._remaining_seconds)
+                    async with aclosing(running) as outputs:
+                        async for _ in outputs:
+                            return attempt.embedding
+                except WorkerCallFailed as failure:
+                    await self._give_up_attempt(group, failure)
 
 
 async def run_all(

@@ -131,7 +131,7 @@ class GenerationRun:
         stream = self._serve(group)
         if request.num_best is not None:
             stream = best_of(stream, self._answers, request.num_best)
-        async with aclosing(stream) as responses:
+        async with aclosing(self._choice), aclosing(stream) as responses:
             async for response in responses:
                 if self._is_first_message:
                     self._is_first_message = False
@@ -199,6 +199,7 @@ class GenerationRun:
                 running = attempt.outputs(cluster.followers, self._remaining_seconds)
                 async with aclosing(running) as outputs:
                     async for parts in outputs:
+                        await self._choice.aclose()
                         for part in parts:
                             answer = group.answers[part.index]
                             # D continues an answer past its stop string until the other answers have ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
@@ -17,6 +18,7 @@ from quire.services.router.execution.request_account import RequestAccount
 from quire.services.router.execution.worker_calls import NextWorker
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.queue import Work
+from quire.services.router.workers.tenant_turns import Turn
 from quire.services.router.workers.worker import Worker, can_adapt, can_continue
 from quire.services.server.log import get_logger
 from quire.services.server.phases import Phase
@@ -54,10 +56,18 @@ class WorkerChoice:
 
     def __post_init__(self) -> None:
         self._failed: set[str] = set()
+        self._turn: Turn | None = None
+        self._has_had_turn = False
 
     def record_failure(self, worker: Worker) -> None:
         """Prefer other workers from now on, since a call to this one has failed."""
         self._failed.add(worker.worker_id)
+
+    async def aclose(self) -> None:
+        """Let requests of other tenants begin: this one has its first tokens, or has ended."""
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
 
     async def choose(self, group: AnswerGroup, next_worker: NextWorker | None) -> Placement:
         """Return the workers of a group's next attempt, as soon as a decode worker accepts requests.
@@ -74,6 +84,7 @@ class WorkerChoice:
         cluster = self.cluster
         while True:
             await self._wait(group)
+            await self._begin()
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await cluster.workers.ask_again(group.died_at)
@@ -81,6 +92,7 @@ class WorkerChoice:
             if (placement := await self._place(group, next_worker)) is not None:
                 self._record(group, placement)
                 return placement
+            await self.aclose()
 
     async def _wait(self, group: AnswerGroup) -> None:
         """Wait until a decode worker accepts requests."""
@@ -92,6 +104,14 @@ class WorkerChoice:
             self.remaining_seconds()
             metadata = {"tokens_emitted": str(self.account.usage.completion_tokens)}
             raise no_decode_worker(cluster.workers, metadata) from None
+
+    async def _begin(self) -> None:
+        """Wait for the request's turn, unless it had one."""
+        turns, tenant = self.cluster.turns, self.scope.tenant
+        while not self._has_had_turn:
+            with suppress(TimeoutError):
+                self._turn = await turns.begin(tenant, self.weight, self.arrival, self.remaining_seconds())
+                self._has_had_turn = True
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
         workers = [worker for role in ROLES for worker in self._serving(role, group)]

@@ -158,3 +158,25 @@ async def test_a_cancelled_batch_ends_all_of_its_requests(pair: Any, stub: Any, 
         await until(lambda: not pair.metric("quire_router_requests_running"))
     for task in paused:
         task.cancel()
+
+
+async def test_many_requests_of_a_tenant_begin_a_few_at_a_time_beside_another(
+    pair: Any, stub: Any, keys: Any
+) -> None:
+    may_compute = asyncio.Event()
+
+    def num_computing(tenant: str) -> int:
+        calls = pair.calls("prefill")[1:]
+        return sum(call.sequence.cache_scope.tenant == tenant for call in calls)
+
+    async with client(pair, keys["frugal"]) as small, client(pair, keys["acme"]) as large:
+        await small.generate("hello", max_tokens=1)
+        for worker in pair.workers.values():
+            worker.begins_after = may_compute
+        many = [asyncio.ensure_future(large.generate("hello")) for _ in range(20)]
+        await until(lambda: num_computing("acme") == len(pair.workers))
+        one = asyncio.ensure_future(small.generate("hello", max_tokens=1))
+        await until(lambda: num_computing("frugal") == 1)
+        assert num_computing("acme") == len(pair.workers)
+        may_compute.set()
+        await asyncio.gather(one, *many)

@@ -17,6 +17,7 @@ from quire.sampling.params import SamplingParams
 from quire.services.router.execution.worker_choice import WorkerChoice
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.outputs.answer_group import AnswerGroup
+from quire.services.router.workers.tenant_turns import TenantTurns
 
 BLOCK_SIZE = 16
 PROMPT = PlannedPrompt(160, [bytes([index]) * 16 for index in range(10)], {"p": 64})
@@ -45,6 +46,7 @@ async def test_only_the_first_attempt_counts_what_the_index_had_promised() -> No
         planner=Planner(PolicyConfig(), Blocks(BLOCK_SIZE, 1024), lambda: 0.0, Random(0)),
         prefixes=Mock(look_up=AsyncMock(return_value=PROMPT)),
         queue=Mock(turn=AsyncMock()),
+        turns=TenantTurns(lambda: 2, lambda: 0.0),
         workers=Mock(serving=workers.__getitem__),
     )
     choice = WorkerChoice(cluster, CacheScope("", ""), Mock(usage=pb.Usage()), 0.0, lambda: 10.0)
