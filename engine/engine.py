@@ -27,6 +27,7 @@ from quire.engine.scheduling.group_queues import GroupQueues
 from quire.engine.scheduling.preemption import Preemption
 from quire.engine.scheduling.request_checks import RequestChecks
 from quire.engine.scheduling.requests import Requests
+from quire.engine.scheduling.rests import Rests
 from quire.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.scheduling.step_results import StepResults
@@ -156,6 +157,7 @@ class Engine:
         limits = (config.max_num_seqs, self.max_model_len)
         checks = RequestChecks(model.has_windows, tables, *limits, model.can_rank_blocks)
         self.requests = Requests(checks, rules, queues, tables, self.swap_space, parts.clock)
+        self.rests = Rests(queues, self.requests.groups, parts.clock)
         eviction = parts.eviction or PagedEviction(memory)
         self.transfers = Transfers(self.requests, queues, fair_blocks, tables, eviction, rules)
         record_drafts = None if self.speculator is None else self.speculator.record_verification

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -32,6 +32,8 @@ It is called in the event loop and must not raise.
 """
 logger = logging.getLogger(__name__)
 
+REST_SECONDS = 0.02
+"""Seconds after which the thread decides again whether to rest or to step."""
 JOIN_SECONDS = 5.0
 """How many seconds ``stop`` waits for the current step to end."""
 
@@ -55,6 +57,7 @@ class EngineThread:
         on_stall: called in the event loop when the engine stalls (True) and when it recovers (False).
         watch: detects whether the thread is stuck; None disables this check.
         processors: those of the workers of this machine, for steps with more threads while others are idle.
+        rests: whether to rest for workers that use the same processors, as ``engine.rests`` says.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class EngineThread:
         on_stall: Callable[[bool], None] | None = None,
         watch: StepWatch | None = None,
         processors: LentProcessors | None = None,
+        *,
+        rests: bool = False,
     ) -> None:
         self._engine = engine
         self._on_step = on_step
@@ -72,6 +77,7 @@ class EngineThread:
         self._on_stall = on_stall
         self._watch = watch or StepWatch(math.inf)
         self._processors = processors
+        self._rests = rests
         self._commands: deque[Callable[[], None]] = deque()
         self._unfinished: set[Future[Any]] = set()
         """Futures of commands that are queued, that run, or that wait for their callback."""
@@ -234,8 +240,13 @@ class EngineThread:
         failure: EngineFailedError | None = None
         try:
             while self._run_commands(can_step):
+                if self._rests and (clients := self._engine.rests.clients()):
+                    self._rest_for(clients)
+                    can_step = True
+                    continue
                 self._watch.begin()
-                updates = self._step()
+                with self._engine.rests.used_by(self._engine.queues.clients):
+                    updates = self._step()
                 self._watch.end_step()
                 # If nothing can be scheduled, only a command can change that: blocks arrive, a request ends.
                 can_step = self._engine.num_stepped > 0
@@ -259,12 +270,18 @@ class EngineThread:
             torch.set_num_threads(num_threads)
             return self._engine.step()
 
-    def _rest(self) -> None:
-        """Wait for a command while no step is possible; the condition is held."""
+    def _rest_for(self, clients: Collection[str]) -> None:
+        """Leave the processors for a moment to the workers that compute the prompts of some clients."""
+        with self._wake, self._engine.rests.used_by(clients):
+            if not (self._commands or self._is_stopping):
+                self._rest(REST_SECONDS)
+
+    def _rest(self, seconds: float | None = None) -> None:
+        """Wait for a command, at most some seconds; the condition is held."""
         self._watch.rest()
         if self._processors is not None:
             self._processors.vacate()
-        self._wake.wait()
+        self._wake.wait(seconds)
         if self._processors is not None:
             self._processors.occupy()
 

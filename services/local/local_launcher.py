@@ -97,6 +97,7 @@ class LocalLauncher(ChildProcesses[WorkerConfig]):
             placed = replace(
                 self.places[name].applied_to(config),
                 num_sharing=num_workers,
+                shares_processors=self.places[name].shared is not None or num_workers > len(cores),
                 transport_dir=folder,
                 weights_file=self._weights_file(config, nodes_of(cores, self.places[name])),
             )

@@ -60,6 +60,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         cpus: processors to run on; None: all.
         kv_events: host:port at which it publishes KV events, by default the variable QUIRE_KV_EVENTS; it
             replays them at the next port. None: it publishes none.
+        shares_processors: whether other workers may use its processors.
         shared_processors: the workers that lend each other these processors; None: no others.
         weights_file: the file in which workers share the model's weights; None: its weights are its own.
         worker_id: name in the cluster; None makes one.
@@ -132,6 +133,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     num_sharing: int = 1
     cpus: tuple[int, ...] | None = None
     kv_events: str | None = field(default_factory=lambda: os.environ.get("QUIRE_KV_EVENTS") or None)
+    shares_processors: bool = False
     shared_processors: SharedProcessors | None = None
     weights_file: WeightsFile | None = None
     worker_id: str | None = None

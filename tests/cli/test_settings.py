@@ -29,6 +29,7 @@ NOT_FLAGS = {
         "cpus",
         "kv_events",
         "shared_processors",
+        "shares_processors",
         "weights_file",
         "worker_id",
         "lease_ttl_seconds",

@@ -64,6 +64,7 @@ async def start_engine(start: Start) -> EngineThread:
         start.state.set_stalled,
         watch,
         _lent_processors(start),
+        rests=config.shares_processors and engine.memory.device.type == "cpu",
     )
     thread.start()
     stack.push_async_callback(_stop_engine, thread)

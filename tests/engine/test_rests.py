@@ -1,0 +1,82 @@
+"""A worker rests while others on its processors compute a prompt for it, and no longer than is fair."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineThread
+from quire.engine.scheduling.rests import CREDIT_SECONDS, Rests
+from quire.engine.sequences.sequence import Sequence, SequenceUpdate
+from quire.sampling.params import SamplingParams
+from tests.testing.constant_engine import make_constant_engine
+
+SECONDS = 20.0
+"""Until a thing that does not happen is taken for lost."""
+
+
+def prompt(name: str, tenant: str, max_tokens: int = 40) -> Sequence:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return Sequence(name, [2] * 4, 4, params, b"", client=tenant)
+
+
+def engine_with(*tenants: str) -> Engine:
+    """Return an engine in which requests of some tenants run."""
+    engine = make_constant_engine(8, 64, num_blocks=100)
+    for index, tenant in enumerate(tenants):
+        engine.add_request(prompt(f"{tenant}-{index}", tenant))
+    engine.step()
+    return engine
+
+
+def test_a_worker_rests_for_the_prompt_of_a_client_that_has_fewer_requests() -> None:
+    engine = engine_with("large", "large")
+    rests = engine.rests
+    assert not rests.clients()
+    engine.transfers.accept(prompt("coming", "small"))
+    assert list(rests.clients()) == ["small"]
+    engine.transfers.admit("coming", 5)
+    assert not rests.clients()
+
+
+def test_a_worker_does_not_rest_beside_a_client_with_as_few_requests() -> None:
+    engine = engine_with("large", "large", "other")
+    engine.transfers.accept(prompt("coming", "small"))
+    assert not engine.rests.clients()
+
+
+def test_a_worker_that_has_nothing_to_compute_need_not_rest() -> None:
+    engine = make_constant_engine(8, 64)
+    engine.transfers.accept(prompt("coming", "small"))
+    engine.transfers.accept(prompt("first", "large"))
+    engine.transfers.accept(prompt("second", "large"))
+    assert not engine.rests.clients()
+
+
+def test_rests_take_half_of_the_time_at_most() -> None:
+    engine, now = engine_with("large", "large"), [0.0]
+    engine.transfers.accept(prompt("coming", "small"))
+    rests = Rests(engine.queues, engine.groups, lambda: now[0])
+    seconds = {"rest": 0.0, "step": 0.0}
+    for _ in range(1000):
+        clients = rests.clients()
+        with rests.used_by(clients or ["large"]):
+            now[0] += 0.01
+        seconds["rest" if clients else "step"] += 0.01
+    assert abs(seconds["rest"] - seconds["step"]) <= CREDIT_SECONDS
+
+
+async def test_answers_go_on_beside_a_prompt_that_never_comes() -> None:
+    engine = engine_with("large", "large")
+    thread = EngineThread(engine, rests=True)
+    ended = asyncio.Event()
+
+    def receive(update: SequenceUpdate | Exception) -> None:
+        if isinstance(update, SequenceUpdate) and update.status.is_finished:
+            ended.set()
+
+    thread.subscribe("large-1", receive)
+    thread.start()
+    await thread.call(lambda e: e.transfers.accept(prompt("coming", "small")))
+    await asyncio.wait_for(ended.wait(), SECONDS)
+    await thread.stop()
