@@ -75,6 +75,7 @@ class CompiledStep:
         self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
         self._shape = AttentionShape(memory.shape.block_size, self._num_heads, heads.num_kv_heads)
         self._decode_tiles = DecodeTiles(self._shape)
+        self._part_tokens = part_tokens(self._shape.group, 2 * heads.head_dim)
         stored = recipe.layers[0].output.packed.stored
         self._program = step.program(STORAGE[self._dtype], stored, recipe.head.packed.stored)
         self._work_per_token = _num_weights(recipe)
@@ -157,7 +158,7 @@ class CompiledStep:
         num_threads = torch.get_num_threads()
         if metadata.slot_mapping.shape[-1] == len(starts) - 1:
             return self._decode_tiles.of(*sequences, num_threads)
-        parts = make_parts(starts, np.diff(starts), part_tokens(self._shape.group))
+        parts = make_parts(starts, np.diff(starts), self._part_tokens)
         return make_tiles(parts, *sequences, self._shape, num_threads)
 
     def _place_kept_rows(self, keeps_all_rows: bool) -> None:

@@ -127,7 +127,7 @@ def paged_attention(
     starts = query_starts.numpy()
     num_new = starts[1:] - starts[:-1]
     parts, tiles = make_tiles(
-        make_parts(starts, num_new, part_tokens(group)),
+        make_parts(starts, num_new, part_tokens(group, head_dim + (latent_dim or head_dim))),
         block_tables.numpy(),
         starts,
         seq_lens.numpy(),
@@ -555,7 +555,8 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any, latents
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
     value_columns = min(value_dim & -value_dim, TILE_COLUMNS)
     # Products write whole tiles of rows, and the products of a tile's last part may begin at any row.
-    max_rows = -(-part_tokens(group) * group // TILE_ROWS) * TILE_ROWS + TILE_ROWS
+    most_tokens = part_tokens(group, head_dim + value_dim)
+    max_rows = -(-most_tokens * group // TILE_ROWS) * TILE_ROWS + TILE_ROWS
     item_bytes = np.dtype(storage).itemsize
     square = math.gcd(block_size, head_dim, value_dim, SQUARE)
     block_columns = min(block_size & -block_size, TILE_COLUMNS)

@@ -17,6 +17,8 @@ _SPAN = 64
 """Keys per span, or one block if that is more; the running softmax is updated once per span."""
 _MAX_ROWS = 256
 """Most rows of a part; a row is a token for one query head."""
+_MAX_ELEMENTS = 1 << 17
+"""Most elements of a part's queries and outputs, so that they fit into a core's cache."""
 _MAX_SHARED_ROWS = 64
 """Most rows of a tile with several parts. With more rows, the cost of a key per row hardly falls."""
 _TILES_PER_THREAD = 4
@@ -42,9 +44,15 @@ def span_blocks(block_size: int) -> int:
     return max(1, _SPAN // block_size)
 
 
-def part_tokens(group: int) -> int:
-    """Return the most tokens of a part if each KV head has ``group`` query heads."""
-    return max(1, _MAX_ROWS // group)
+def part_tokens(group: int, row_elements: int) -> int:
+    """Return the most tokens of a part.
+
+    Args:
+        group: query heads of each KV head.
+        row_elements: elements of the query and of the output of a row.
+    """
+    num_rows = max(_MAX_SHARED_ROWS, min(_MAX_ROWS, _MAX_ELEMENTS // row_elements))
+    return max(1, num_rows // group)
 
 
 def make_parts(query_starts: Array, num_new: Array, max_tokens: int) -> Array:

@@ -23,7 +23,7 @@ def tiles_of(
     width = max(map(len, tables))
     padded = np.array([table + [2**30] * (width - len(table)) for table in tables], np.int32)
     starts = np.array([0, *np.cumsum(new_tokens)], np.int32)
-    parts = make_parts(starts, np.array(new_tokens), part_tokens(group))
+    parts = make_parts(starts, np.array(new_tokens), part_tokens(group, 128))
     shape = AttentionShape(BLOCK_SIZE, 4 * group, 4)
     return make_tiles(parts, padded, starts, np.array(seq_lens, np.int32), shape, num_threads)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import ops, reference
+from quire.kernels.cpu import attention, attention_tiles
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -415,3 +416,20 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
             cuts = range(0, num_new, size)
             pieces = torch.cat([attend(first, min(first + size, num_new)) for first in cuts])
             assert torch.equal(pieces, together), (cached, size)
+
+
+def test_smaller_parts_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of wide latents, of which fewer rows fit into a core's cache."""
+    case = make_case([(0, 150), (70, 40)], num_kv_heads=1, group=20, head_dim=80, latent_dim=64)
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
+
+    def attend() -> torch.Tensor:
+        return ops.paged_attention(
+            case.query, case.kv_layer, case.metadata, scale=0.2, latent_dim=case.latent_dim
+        )
+
+    expected = attend()
+    monkeypatch.setattr(attention_tiles, "_MAX_ELEMENTS", 1)
+    attention.kernel_for.cache_clear()
+    assert torch.equal(attend(), expected)
+    attention.kernel_for.cache_clear()
