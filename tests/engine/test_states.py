@@ -151,6 +151,7 @@ def check_tokens(folder: Path) -> None:
         ("nemotron_h", {"time_step_min": 1e-9}),
         *((each, {}) for each in ("qwen3_next", "qwen3_5_text", "olmo_hybrid")),
         *((each, {}) for each in ("kimi_linear", "bailing_hybrid", "minimax")),
+        ("zamba2", {"time_step_min": 1e-9}),
         *((each, {}) for each in ("mamba", "falcon_mamba", "mamba2", "jamba")),
     ],
 )
@@ -209,7 +210,7 @@ def test_a_hit_is_cut_to_the_last_state(bamba: LoadedModel) -> None:
     [
         *(("bamba", seed) for seed in (0, 2, 3)),
         *(("qwen3_next", 0), ("olmo_hybrid", 3)),
-        *(("kimi_linear", 0), ("bailing_hybrid", 2), ("minimax", 2)),
+        *(("kimi_linear", 0), ("bailing_hybrid", 2), ("minimax", 2), ("jamba", 2)),
     ],
 )
 def test_random_schedules(architecture: str, load: Load, seed: int, is_swapped: bool) -> None:
