@@ -18,17 +18,19 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 
 NUM_BLOCKS, NUM_FULL = LENGTH // 16, (LENGTH - 1) // 16
 LAYER_BYTES, CONVOLUTION_BYTES = 2 * 2 * 16 * 32 * 4, 2 * 1 * 16 * 24 * 4
 STATE_LAYER_BYTES = 2 * 2 * 16 * 16 * 4
-WINDOWS = {"gemma2": 24, "gemma3": 24, "lfm2": 3, "bamba": 2, "qwen3_next": 2}
+WINDOWS = {"gemma2": 24, "gemma3": 24, "lfm2": 3, "bamba": 2, "mamba2": 2, "qwen3_next": 2}
 BLOCK_BYTES = {
     "gemma2": (LAYER_BYTES, 3 * LAYER_BYTES),
     "gemma3": (LAYER_BYTES, 7 * LAYER_BYTES),
     "lfm2": (2 * CONVOLUTION_BYTES, 6 * CONVOLUTION_BYTES),
     "bamba": (STATE_LAYER_BYTES, 7 * STATE_LAYER_BYTES),
+    "mamba2": (STATE_LAYER_BYTES // 2, 17 * STATE_LAYER_BYTES // 2),
     "qwen3_next": (LAYER_BYTES, 10 * LAYER_BYTES),
 }
 """Bytes of a bare block and of a whole one. LFM2 has two layers that see all tokens, the others one.
 
-The two states of Bamba take the place of six layers, and the three of Qwen3-Next that of nine.
+The two states of Bamba take the place of six layers, the three of Qwen3-Next that of nine, and the three of
+Mamba 2, which has no attention, that of sixteen with one head.
 """
 
 
