@@ -5,7 +5,7 @@
     messages        [ index | block_hash | digest | payload  ]      up to 2 MiB of blocks in a message
     shared, nixl    [ index | block_hash | digest | block_id ]      16 MiB: the receiver copies them itself
 
-A message thus carries four blocks of 512 KiB, or names 32 of them. A block of more than 64 MiB, as models
+A message thus carries four blocks of 512 KiB, or names 32 of them. A block of more than 8 MiB, as models
 with large states have, comes in several messages, each with a piece of it.
 """
 
@@ -30,7 +30,7 @@ MESSAGE_BYTES = 2 << 20
 Below 1 MiB, the fixed cost of each message matters. Above 4 MiB, transfers are no faster.
 """
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 8 << 20
 """Most bytes of a block in one message; gRPC refuses messages above ``rpc.channels.MAX_MESSAGE_BYTES``."""
 
 NAMED_BYTES = 16 << 20
