@@ -19,7 +19,6 @@ from quire.engine.model.check import KvHeads, UnsupportedModelError, check_pagin
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.layers import attention, experts, own_attention
-from quire.engine.model.layers.packed_linear import joining_siblings
 from quire.engine.model.layers.parallel_layers import connect_ranks
 from quire.engine.model.layers.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.parallel_plan import ParallelPlan, read_plan
@@ -263,8 +262,7 @@ class _Check(NamedTuple):
         return heads, read_recipe(self.module) if found == _RECIPE else None
 
     def _observe(self) -> KvHeads:
-        with joining_siblings(self.module):
-            return observe_attention(self.module, self.config.get_text_config(), self.num_positions)
+        return observe_attention(self.module, self.config.get_text_config(), self.num_positions)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

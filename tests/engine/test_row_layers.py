@@ -9,7 +9,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 
-from quire.engine.model.layers.packed_linear import PackedLinear, joining_siblings, pack_linear_layers
+from quire.engine.model.layers.packed_linear import pack_linear_layers
 from quire.engine.model.layers.row_layers import (
     KernelActivation,
     KernelFunctions,
@@ -92,19 +92,3 @@ def test_a_rotation_does_not_depend_on_the_other_positions(threads: int) -> None
         one = torch.polar(torch.ones(1, 1, 12), angles[:, 5:6])
     torch.testing.assert_close(whole, torch.polar(torch.ones_like(angles), angles))
     assert torch.equal(whole[:, 5:6], one)
-
-
-def test_siblings_see_changes_of_their_inputs() -> None:
-    mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=96)).eval().requires_grad_(False)
-    pack_linear_layers(mlp)
-    inputs = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
-    expected, others = mlp(inputs), mlp(2 * inputs)
-    with joining_siblings(mlp):
-        mlp(inputs)
-    gate, up, down = (getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-    assert isinstance(gate, PackedLinear)
-    assert gate.siblings is up.siblings is not None
-    assert down.siblings is None
-    assert torch.equal(mlp(inputs), expected)
-    inputs *= 2
-    assert torch.equal(mlp(inputs), others)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS
 from quire.kernels.cpu.products import linear as linear_module
 from quire.kernels.cpu.products.bfloat16_product import has_pair_products
-from quire.kernels.cpu.products.joint_linear import JointWeights
 from quire.kernels.cpu.products.linear import (
     ROWS,
     UNIT,
@@ -171,15 +170,3 @@ def test_panels_have_the_values_in_the_order_of_products(dtype: torch.dtype, sha
     if isinstance(packed, PairedWeight):
         expected = expected.unflatten(1, (-1, 2)).flip(2).transpose(2, 3)
     assert torch.equal(packed.panels, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 2 * ROWS + 5])
-def test_layers_with_the_same_inputs_compute_together(dtype: torch.dtype, num_rows: int) -> None:
-    layers = [random_layer(dtype, out_features, 72, out_features)[1:] for out_features in (64, 30, 200)]
-    biases = [bias if index else None for index, (_, bias) in enumerate(layers)]
-    inputs = torch.randn((1, num_rows, 72), generator=torch.Generator().manual_seed(2)).to(dtype)
-    found = JointWeights([weight for weight, _ in layers], biases).linear(inputs)
-    for output, (weight, _), bias in zip(found, layers, biases, strict=True):
-        assert torch.equal(output, linear(inputs, weight, bias))
-        assert output.shape == (1, num_rows, weight.out_features)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -16,7 +13,6 @@ from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.products.amx_product import FLOAT32
 from quire.kernels.cpu.products.integer_product import MOST_INPUTS
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
-from quire.kernels.cpu.products.joint_linear import JointWeights
 from quire.kernels.cpu.products.linear import UNIT, Allocate, PackedWeight, in_own_memory, linear, pack
 from quire.kernels.cpu.products.quantized_weight import quantize
 from quire.settings.setting import SettingError
@@ -35,7 +31,6 @@ class PackedLinear(torch.nn.Module):
     Attributes:
         packed: the weight.
         bias: float32, padded to the packed weight's columns; None if there is none.
-        siblings: the layers that get the same inputs; None if there are none, or if they were not observed.
     """
 
     def __init__(self, packed: PackedWeight, bias: torch.Tensor | None = None, num_segments: int = 1) -> None:
@@ -47,7 +42,6 @@ class PackedLinear(torch.nn.Module):
         if bias is not None:
             self.bias = torch.zeros(self.packed.num_units * UNIT)
             self.bias[: self.out_features] = bias.detach()
-        self.siblings: Siblings | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -56,64 +50,7 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs @ weight.T + bias``."""
-        if self.siblings is not None:
-            return self.siblings.output(self, inputs)
         return linear(inputs, self.packed, self.bias, self.num_segments)
-
-
-class Siblings:
-    """Linear layers that get the same inputs. The first to be called computes the outputs of all.
-
-    Each output is given out once.
-
-    Args:
-        layers: the layers, with weights of one type.
-    """
-
-    def __init__(self, layers: Sequence[PackedLinear]) -> None:
-        self._joint = JointWeights([each.packed for each in layers], [each.bias for each in layers])
-        self._layers = layers
-        self._inputs: torch.Tensor | None = None
-        self._outputs: dict[PackedLinear, torch.Tensor] = {}
-
-    def output(self, layer: PackedLinear, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output of a layer."""
-        if inputs is not self._inputs or layer not in self._outputs:
-            self._inputs = inputs
-            self._outputs = dict(zip(self._layers, self._joint.linear(inputs), strict=True))
-        output = self._outputs.pop(layer)
-        if not self._outputs:
-            self._inputs = None
-        return output
-
-
-@contextmanager
-def joining_siblings(model: torch.nn.Module) -> Iterator[None]:
-    """Observe which linear layers get the same tensor while a model runs, and let them compute together."""
-    inputs: list[torch.Tensor] = []
-    layers: dict[int, list[PackedLinear]] = {}
-
-    def observe(layer: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        for tensor in arguments[:1]:
-            # The list keeps each tensor alive, so another one cannot get its number.
-            inputs.append(tensor)
-            layers.setdefault(id(tensor), []).append(layer)
-
-    linears = [each for each in model.modules() if type(each) is PackedLinear and each.num_segments == 1]
-    hooks = [each.register_forward_pre_hook(observe) for each in linears]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    num_calls = Counter(id(each) for group in layers.values() for each in group)
-    for group in layers.values():
-        # A layer that runs several times in a step, such as a shared one, may have other siblings each time.
-        once = [each for each in group if num_calls[id(each)] == 1]
-        if len(once) > 1 and len({(type(each.packed), each.packed.stored) for each in once}) == 1:
-            siblings = Siblings(once)
-            for each in once:
-                each.siblings = siblings
 
 
 class PackedEmbedding(torch.nn.Module):

@@ -90,15 +90,14 @@ def group_choices(chosen: Int64s, first: int, num_weights: int) -> Groups:
 
 
 @stored_njit
-def _chunks(ends: Int64s, addresses: Int64s, width: int, most_rows: int) -> Int64s:
-    """Return the chunks of ``multiply_chunks`` for rows of ``width`` outputs."""
+def _chunks(ends: Int64s, addresses: Int64s, most_rows: int) -> Int64s:
+    """Return the chunks of ``multiply_chunks``."""
     num_weights, num_chunks, start = len(ends), 0, 0
-    chunks = np.empty((ends[-1] // most_rows + num_weights, 6), np.int64)
+    chunks = np.empty((ends[-1] // most_rows + num_weights, 4), np.int64)
     for weight in range(num_weights):
         for first in range(start, ends[weight], most_rows):
             chunks[num_chunks, 0], chunks[num_chunks, 1] = first, min(most_rows, ends[weight] - first)
             chunks[num_chunks, 2:4] = addresses[weight]
-            chunks[num_chunks, 4], chunks[num_chunks, 5] = first * width, width
             num_chunks += 1
         start = ends[weight]
     return chunks[:num_chunks]
@@ -114,7 +113,5 @@ def grouped_sums(inputs: torch.Tensor, group: WeightGroup, ends: Int64s) -> torc
             after the last end have no weight, and their results are undefined.
     """
     weight = group.weights[0]
-    output = torch.empty((len(inputs), weight.num_units * UNIT))
-    chunks = _chunks(ends, group.addresses, output.shape[1], ROWS)
-    multiply_chunks(weight.operands(inputs), chunks, weight, output)
-    return output[:, : weight.out_features]
+    chunks = _chunks(ends, group.addresses, ROWS)
+    return multiply_chunks(weight.operands(inputs), chunks, weight)[:, : weight.out_features]

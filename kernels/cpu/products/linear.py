@@ -335,6 +335,7 @@ _FIELDS = (
     "num_inputs",
     "num_segments",
     "input_stride",
+    "output_stride",
     "num_units",
     "head_stride",
     "units_per_head",
@@ -378,40 +379,31 @@ def sums(
     """
     rows = weight.operands(inputs.reshape(-1, weight.in_features))
     weight_at, bias_at = weight.panels.data_ptr(), 0 if bias is None else bias.data_ptr()
-    num_rows, width = rows.shape[0] // num_heads, weight.num_units * UNIT
-    output = torch.empty((num_rows, width))
-    chunks = [
-        (first, min(ROWS, num_rows - first), weight_at, bias_at, first * width, width)
-        for first in range(0, num_rows, ROWS)
-    ]
-    multiply_chunks(rows, np.array(chunks, np.int64), weight, output, num_segments, own_inputs, num_heads)
-    return output
+    num_rows = rows.shape[0] // num_heads
+    chunks = [(first, min(ROWS, num_rows - first), weight_at, bias_at) for first in range(0, num_rows, ROWS)]
+    return multiply_chunks(rows, np.array(chunks, np.int64), weight, num_segments, own_inputs, num_heads)
 
 
 def multiply_chunks(
     rows: torch.Tensor,
     chunks: Int64s,
     weight: PackedWeight,
-    output: torch.Tensor,
     num_segments: int = 1,
     own_inputs: range | None = None,
     num_heads: int = 1,
-    num_units: int | None = None,
-) -> None:
-    """Multiply chunks of rows by packed weights of one type and number of inputs, see ``sums``.
+) -> torch.Tensor:
+    """Multiply chunks of rows by packed weights of one shape and type, see ``sums``.
 
     Args:
         rows: what ``weight.operands`` returned.
-        chunks: int64 ``[num_chunks, 6]``: for each chunk its first row, the number of its rows, which is at
-            most ``ROWS``, the addresses of its weight and its bias, or 0, where the sums of its first row
-            begin in the output, and their distance from those of the next row.
+        chunks: int64 ``[num_chunks, 4]``: for each chunk its first row, the number of its rows, which is at
+            most ``ROWS``, and the addresses of its weight and its bias, or 0.
         weight: one of the weights.
-        output: float32, whose elements have one address after the other.
         num_segments, own_inputs, num_heads: as for ``sums``.
-        num_units: units of a chunk; None means those of the weight.
     """
-    own, num_units = own_inputs or range(weight.in_features), num_units or weight.num_units
+    own, num_units = own_inputs or range(weight.in_features), weight.num_units
     counter, row_bytes = np.zeros(1, np.int64), rows.itemsize * rows.shape[1]
+    output = torch.empty((rows.shape[0] // num_heads, num_units * UNIT))
     arguments = (
         rows.data_ptr(),
         chunks.ctypes.data,
@@ -423,6 +415,7 @@ def multiply_chunks(
         len(own),
         num_segments,
         num_heads * row_bytes,
+        output.shape[1],
         num_units,
         row_bytes,
         num_units // num_heads,
@@ -430,6 +423,7 @@ def multiply_chunks(
     is_threaded = output.numel() * len(own) >= _MIN_THREADED_WORK
     num_threads = torch.get_num_threads() if is_threaded else 1
     threads.run(_kernel(weight.stored).address, _PACKED.pack(*arguments), num_threads)
+    return output
 
 
 def num_segments_of(in_features: int, num_parts: int) -> int:
@@ -686,7 +680,7 @@ def _kernel(stored: Any) -> Any:
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
-        chunks = carray(pointer(args.chunks, np.int64), (args.num_chunks, 6))
+        chunks = carray(pointer(args.chunks, np.int64), (args.num_chunks, 4))
         while True:
             program = np.int64(fetch_and_increment(args.next_unit))
             if program >= args.num_units * args.num_chunks:
@@ -704,8 +698,8 @@ def _kernel(stored: Any) -> Any:
                 + bytes_per_input(stored) * args.first_input,
                 args.in_features,
                 args.num_inputs,
-                args.output + 4 * (chunks[chunk, 4] + unit * UNIT),
-                chunks[chunk, 5],
+                args.output + 4 * (first * args.output_stride + unit * UNIT),
+                args.output_stride,
                 chunks[chunk, 1],
             )
             multiply_unit(product, args.num_segments, bias + 4 * unit * UNIT if bias else 0, stored)
