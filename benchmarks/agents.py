@@ -66,7 +66,7 @@ WARM_UP_SHARE = 0.3
 class Options:
     """Options of the command line."""
 
-    seconds: Annotated[float, "length of each run; its first 30 % do not count"] = 80.0
+    seconds: Annotated[float, "length of each run; its first 30 %% do not count"] = 80.0
     agents: Annotated[int, "agents at work at a time"] = 12
     speed: Annotated[float, "pauses are divided by this"] = 20.0
     scale: Annotated[float, "numbers of tokens are divided by this"] = 8.0
