@@ -230,11 +230,8 @@ LATENTS = [(512, 64), (256, 32), (48, 24), (20, 40)]
 
 
 @pytest.mark.parametrize(("latent_dim", "rotated_dim"), LATENTS, ids=str)
-@pytest.mark.parametrize(
-    ("stored", "name"),
-    [(None, "plain"), (None, "all"), (torch.int8, "all"), (torch.float8_e4m3fn, "plain")],
-    ids=str,
-)
+@pytest.mark.parametrize("stored", [None, *KV_FORMATS], ids=str)
+@pytest.mark.parametrize("name", ["plain", "all"])
 def test_rows_of_latents_equal_the_reference(
     latent_dim: int, rotated_dim: int, stored: torch.dtype | None, name: str
 ) -> None:
@@ -243,10 +240,9 @@ def test_rows_of_latents_equal_the_reference(
     compare(case, 1e-5, **FEATURES[name])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stored"), [(torch.bfloat16, None), (torch.float16, torch.float8_e4m3fn)], ids=str
-)
-@pytest.mark.parametrize("num_heads", [1, 5, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("num_heads", [1, 5, 20, 32])
 def test_any_number_of_heads_shares_latents(
     num_heads: int, stored: torch.dtype | None, dtype: torch.dtype
 ) -> None:
