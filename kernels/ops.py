@@ -5,7 +5,8 @@ is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers
 operations are ``torch.library`` operators.
 
 With latent attention a layer's view is ``[num_blocks, 1, 1, block_size, head_dim]``. All query heads share a
-row: a latent, which is also the value, and then the rotated key. Each has a scale in 8-bit blocks.
+row: a latent, which is also the value, and then the rotated key. Each has a scale in 8-bit blocks. Only the
+CPU has a kernel for it.
 """
 
 from __future__ import annotations
@@ -212,6 +213,8 @@ def _check_latents(kv_layer: torch.Tensor, latent_dim: int | None) -> None:
             raise ValueError(f"blocks of {num_parts} part hold latents, and latent_dim is missing")
     elif (num_parts, num_kv_heads) != (1, 1) or not 0 < latent_dim < head_dim:
         raise ValueError(f"rows of latents have one part and one head, got {tuple(kv_layer.shape)}")
+    elif kv_layer.device.type != "cpu":
+        raise ValueError(f"only the CPU has a kernel for latents, and the blocks are on {kv_layer.device}")
 
 
 def _check_blocks(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
-    latent_dim: int | None = None,
     max_new_tokens: int | None = None,
     find_config: FindConfig = configs.find_config,
 ) -> torch.Tensor:
@@ -56,11 +54,10 @@ def paged_attention(
         find_config: returns the tile sizes of a kernel.
     """
     checks.check_attention(
-        query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes, latent_dim
+        query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes
     )
-    num_tokens, num_heads, row_dim = query.shape
-    head_dim = latent_dim or row_dim
-    output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_tokens, num_heads, head_dim = query.shape
     num_seqs = seq_lens.shape[0]
     if not num_tokens or not num_seqs:
         return output
@@ -83,22 +80,18 @@ def paged_attention(
         strides=(
             *output.stride()[:2],
             *query.stride()[:2],
-            # Prefill divides query heads that share latents among programs, which read the same rows.
-            0 if latent_dim else kv_layer.stride(2),
-            kv_scales.stride(1) if kv_scales is not None else 0,
-            0 if latent_dim or kv_scales is None else kv_scales.stride(2),
+            kv_layer.stride(2),
+            *(kv_scales.stride()[1:] if kv_scales is not None else (0, 0)),
             block_tables.stride(0),
         ),
         constants={
             "GROUP": group,
             "BLOCK_SIZE": block_size,
             "HEAD_DIM": head_dim,
-            "ROTATED_DIM": row_dim - head_dim,
             "BLOCK_D": max(triton.next_power_of_2(head_dim), 32),
-            "BLOCK_R": max(triton.next_power_of_2(row_dim - head_dim), 16),
             # Strides are constants, so that finding a key in a block takes one multiplication.
             "STRIDE_BLOCK": kv_layer.stride(0),
-            "STRIDE_VALUE": latent_dim or kv_layer.stride(1),
+            "STRIDE_VALUE": kv_layer.stride(1),
             "STRIDE_SLOT": kv_layer.stride(3),
             "STRIDE_SCALE_BLOCK": kv_scales.stride(0) if kv_scales is not None else 0,
             "KV_FORMAT": kv_format.name if kv_format else None,
@@ -110,8 +103,7 @@ def paged_attention(
     with torch.cuda.device_of(kv_layer):  # type: ignore[no-untyped-call]
         if max_new_tokens != 1 and num_tokens > 1:
             config = find_config("prefill", architecture, kv_bits, head_dim, block_size)
-            rows = math.gcd(group, config.block_m) if latent_dim else group
-            _prefill(launch, config, num_tokens, num_seqs, num_heads // rows, rows)
+            _prefill(launch, config, num_tokens, num_seqs, num_kv_heads, group)
         config = find_config("decode", architecture, kv_bits, head_dim, block_size)
         _decode(launch, config, num_seqs, num_kv_heads, group, longest=block_tables.shape[1] * block_size)
     return output
@@ -139,7 +131,7 @@ def _prefill(
         num_seqs,
         *launch.logits,
         *launch.strides,
-        **launch.constants | {"GROUP": group},
+        **launch.constants,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,

@@ -5,10 +5,6 @@ matrix product therefore uses a key for all rows, and K and V are read once per 
 the sequence's block table (PagedAttention, Kwon et al., 2023), one tile of keys at a time, with a running
 softmax (FlashAttention-2, Dao, 2023). Logits are in base 2, since the hardware computes ``exp2``.
 
-With latent attention (ROTATED_DIM is not 0) a row is a latent, of HEAD_DIM elements, and then a rotated key.
-The latent is read once, as a key and as a value. ``values`` then points to the rotated keys, and
-``value_scales`` to their scales.
-
 ::
 
     prefill          a program computes a tile of new tokens, over all keys that they see
@@ -43,17 +39,6 @@ def _load_rows(pointers, is_known, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
         return tl.load(pointers, mask=(d < HEAD_DIM)[None, :], other=0)
     else:
         return tl.load(pointers)
-
-
-@triton.jit
-def _load_rotated(query, is_row, HEAD_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Load the rotated part of queries, which the latents' part precedes; None without latent attention."""
-    if ROTATED_DIM == 0:
-        return None
-    else:
-        return _load_rows(
-            query + HEAD_DIM + tl.arange(0, BLOCK_R)[None, :], is_row, ROTATED_DIM, BLOCK_R, True
-        )
 
 
 @triton.jit
@@ -99,7 +84,6 @@ def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
 @triton.jit
 def _attend(
     query,
-    rotated,
     peak,
     total,
     output,
@@ -118,10 +102,8 @@ def _attend(
     softcap,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTATED_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_SLOT: tl.constexpr,
     STRIDE_SCALE_BLOCK: tl.constexpr,
@@ -143,21 +125,12 @@ def _attend(
         vector = slot[:, None] * STRIDE_SLOT + tl.arange(0, BLOCK_D)[None, :]
         run = (block * STRIDE_BLOCK)[:, None]
 
-        stored = _load_rows(keys + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
-        k = decode_values(stored, query.dtype, KV_FORMAT)
+        k = _load_rows(keys + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        k = decode_values(k, query.dtype, KV_FORMAT)
         logits = tl.dot(query, tl.trans(k), input_precision="ieee")
         if key_scales is not None:
             key_scale = tl.load(key_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
             logits *= key_scale[None, :]
-        if ROTATED_DIM:
-            rotated_vector = slot[:, None] * STRIDE_SLOT + tl.arange(0, BLOCK_R)[None, :]
-            r = _load_rows(values + rotated_vector + run, is_known, ROTATED_DIM, BLOCK_R, MASKED)
-            r = tl.trans(decode_values(r, query.dtype, KV_FORMAT))
-            if value_scales is not None:
-                rotated_scale = tl.load(value_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
-                logits = tl.fma(tl.dot(rotated, r, input_precision="ieee"), rotated_scale[None, :], logits)
-            else:
-                logits = tl.dot(rotated, r, logits, input_precision="ieee")
         factor = scale * LOG2_E
         if softcap is not None or slopes is not None:
             logits *= scale
@@ -184,17 +157,14 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
 
-        if ROTATED_DIM == 0:
-            stored = _load_rows(values + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
-        if ROTATED_DIM and key_scales is not None:
-            weights *= key_scale[None, :]
-        elif value_scales is not None:
+        v = _load_rows(values + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        if value_scales is not None:
             value_scale = tl.load(value_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
             weights *= value_scale[None, :]
         # Scaled weights may be too small for float16.
         is_narrow: tl.constexpr = KV_FORMAT is not None and query.dtype == tl.float16
         value_dtype: tl.constexpr = tl.bfloat16 if is_narrow else query.dtype
-        v = decode_values(stored, value_dtype, KV_FORMAT)
+        v = decode_values(v, value_dtype, KV_FORMAT)
         output = tl.dot(weights.to(value_dtype), v, output * decay[:, None], input_precision="ieee")
     return peak, total, output
 
@@ -256,11 +226,9 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTATED_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_VALUE: tl.constexpr,
     STRIDE_SLOT: tl.constexpr,
@@ -293,7 +261,6 @@ def prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     query_row = token_row * stride_query_token + head * stride_query_head
     q = _load_rows(query + query_row[:, None] + d[None, :], is_row, HEAD_DIM, BLOCK_D, True)
-    rotated = _load_rotated(query + query_row[:, None], is_row, HEAD_DIM, ROTATED_DIM, BLOCK_R)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
@@ -316,18 +283,17 @@ def prefill_kernel(
         first = 0
         masked_first = (first_position + 1) // BLOCK_N * BLOCK_N
         peak, total, accumulator = _attend(
-            q, rotated, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys,
-            values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, ROTATED_DIM,
-            BLOCK_N, BLOCK_D, BLOCK_R, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED,
-            MASKED=False,
+            q, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys, values,
+            key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+            BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=False,
         )  # fmt: skip
     else:
         lowest = _first_seen(first_position, window, IS_CHUNKED)
         masked_first = lowest // BLOCK_N * BLOCK_N
     peak, total, accumulator = _attend(
-        q, rotated, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys,
-        values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, ROTATED_DIM, BLOCK_N,
-        BLOCK_D, BLOCK_R, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=True,
+        q, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys, values,
+        key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
+        BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=True,
     )  # fmt: skip
 
     head_sinks = None
@@ -388,11 +354,9 @@ def decode_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTATED_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_VALUE: tl.constexpr,
     STRIDE_SLOT: tl.constexpr,
@@ -432,7 +396,6 @@ def decode_kernel(
     d = tl.arange(0, BLOCK_D)
     query_row = head * stride_query_head
     q = _load_rows(query + query_row[:, None] + d[None, :], is_row, HEAD_DIM, BLOCK_D, True)
-    rotated = _load_rotated(query + query_row[:, None], is_row, HEAD_DIM, ROTATED_DIM, BLOCK_R)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
@@ -454,14 +417,13 @@ def decode_kernel(
         split_first = first + split * split_tokens
         peak, total, accumulator = _attend(
             q,
-            rotated,
             tl.full([BLOCK_M], float("-inf"), tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table,
             keys, values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM,
-            ROTATED_DIM, BLOCK_N, BLOCK_D, BLOCK_R, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK,
-            KV_FORMAT, IS_CHUNKED, MASKED=True,
+            BLOCK_N, BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED,
+            MASKED=True,
         )  # fmt: skip
         if num_splits == 1:
             accumulator = _normalize(peak, total, accumulator, head_sinks)

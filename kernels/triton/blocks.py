@@ -27,22 +27,17 @@ def write_kv(
 
     Tokens with a slot below 0 are skipped. 8-bit blocks get quantized tokens, and the token in slot 0 sets
     its block's scale. The tokens of a block must be consecutive and in order: if the token for slot 0 is in
-    the batch, the token i rows after it is the one for slot i. With latent attention the key is a whole row
-    ``[latent, rotated key]``, and the value its latent.
+    the batch, the token i rows after it is the one for slot i.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together.
     """
     checks.check_write(key, value, kv_layer, slot_mapping, kv_scales)
-    _, num_parts, num_kv_heads, block_size, head_dim = kv_layer.shape
-    stride_block, stride_value, *strides = kv_layer.stride()[:4]
-    if num_parts == 1:
-        head_dim = stride_value = value.shape[2]
-        key, value = key[..., :head_dim], key[..., head_dim:]
+    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     if not key.shape[0]:
         return
     kv_format = KV_FORMATS.get(kv_layer.dtype)
-    block_d = triton.next_power_of_2(max(head_dim, value.shape[2]))
+    block_d = triton.next_power_of_2(head_dim)
     block_h = min(triton.next_power_of_2(num_kv_heads), max(_ELEMENTS_PER_PROGRAM // block_d, 1))
     grid = (key.shape[0], triton.cdiv(num_kv_heads, block_h))
     with torch.cuda.device_of(kv_layer):  # type: ignore[no-untyped-call]
@@ -55,13 +50,10 @@ def write_kv(
             num_kv_heads,
             *key.stride()[:2],
             *value.stride()[:2],
-            stride_block,
-            stride_value,
-            *strides,
+            *kv_layer.stride()[:4],
             *(kv_scales.stride() if kv_scales is not None else (0, 0, 0)),
             BLOCK_SIZE=block_size,
             HEAD_DIM=head_dim,
-            VALUE_DIM=value.shape[2],
             BLOCK_H=block_h,
             BLOCK_D=block_d,
             KV_FORMAT=kv_format.name if kv_format else None,

@@ -8,7 +8,6 @@ from quire.kernels.quantization import KV_FORMATS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-MAX_LATENT_DIM = 512
 WORD_BYTES = 16
 """Number of bytes that are copied or loaded at a time."""
 
@@ -36,28 +35,24 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device}, where the blocks are, got {tensor.device}")
 
 
-def check_kv_layer(
-    kv_layer: torch.Tensor, kv_scales: torch.Tensor | None, latent_dim: int | None = None
-) -> None:
+def check_kv_layer(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
     """Raise ValueError unless these are blocks of one layer, with scales if and only if they have 8 bits."""
     device = kv_layer.device
-    parts: Shape = (2, "num_kv_heads") if latent_dim is None else (1, 1)
-    shape = ("num_blocks", *parts, "block_size", "head_dim")
-    check_tensor("kv_layer", kv_layer, shape, (*FLOATS, *KV_FORMATS), device)
-    sizes: tuple[int, ...] = (kv_layer.shape[4],)
-    largest = MAX_HEAD_DIM
-    if latent_dim is not None:
-        sizes, largest = (latent_dim, kv_layer.shape[4] - latent_dim), MAX_LATENT_DIM
-    if not all(0 < size <= largest for size in sizes):
-        names = "head_dim" if latent_dim is None else "latent and rotated key"
-        raise ValueError(f"kv_layer: expected a {names} of 1 to {largest}, got {', '.join(map(str, sizes))}")
+    check_tensor(
+        "kv_layer",
+        kv_layer,
+        ("num_blocks", 2, "num_kv_heads", "block_size", "head_dim"),
+        (*FLOATS, *KV_FORMATS),
+        device,
+    )
+    if not 0 < kv_layer.shape[4] <= MAX_HEAD_DIM:
+        raise ValueError(f"kv_layer: expected a head_dim of 1 to {MAX_HEAD_DIM}, got {kv_layer.shape[4]}")
     check_vectors("kv_layer", kv_layer)
     if (kv_layer.dtype in KV_FORMATS) != (kv_scales is not None):
         expected = "float32 scales" if kv_layer.dtype in KV_FORMATS else "None"
         raise ValueError(f"kv_scales: expected {expected} for blocks of {kv_layer.dtype}, got {kv_scales}")
     if kv_scales is not None:
-        scales_shape = (kv_layer.shape[0], 2, kv_layer.shape[2])
-        check_tensor("kv_scales", kv_scales, scales_shape, (torch.float32,), device)
+        check_tensor("kv_scales", kv_scales, tuple(kv_layer.shape[:3]), (torch.float32,), device)
 
 
 def check_vectors(name: str, tensor: torch.Tensor) -> None:
@@ -75,10 +70,9 @@ def check_attention(
     kv_scales: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    latent_dim: int | None,
 ) -> None:
     """Raise ValueError unless the arguments of ``paged_attention`` fit together."""
-    check_kv_layer(kv_layer, kv_scales, latent_dim)
+    check_kv_layer(kv_layer, kv_scales)
     device = kv_layer.device
     num_kv_heads, head_dim = kv_layer.shape[2], kv_layer.shape[4]
     dtypes = FLOATS if kv_layer.dtype in KV_FORMATS else (kv_layer.dtype,)
@@ -110,15 +104,14 @@ def check_write(
     kv_scales: torch.Tensor | None,
 ) -> None:
     """Raise ValueError unless the arguments of ``write_kv`` fit together."""
-    latent_dim = value.shape[-1] if kv_layer.shape[1] == 1 else None
-    check_kv_layer(kv_layer, kv_scales, latent_dim)
+    check_kv_layer(kv_layer, kv_scales)
     device = kv_layer.device
     check_tensor("slot_mapping", slot_mapping, ("num_tokens",), (torch.int64,), device)
     check_vectors("slot_mapping", slot_mapping)
     shape = (slot_mapping.shape[0], kv_layer.shape[2], kv_layer.shape[4])
     dtypes = FLOATS if kv_layer.dtype in KV_FORMATS else (kv_layer.dtype,)
-    for name, tensor, size in (("key", key, shape[2]), ("value", value, latent_dim or shape[2])):
-        check_tensor(name, tensor, (*shape[:2], size), dtypes, device)
+    for name, tensor in (("key", key), ("value", value)):
+        check_tensor(name, tensor, shape, dtypes, device)
         check_vectors(name, tensor)
 
 

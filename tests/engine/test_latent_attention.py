@@ -15,7 +15,7 @@ from quire.engine.errors import KvBudgetError
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import UnsupportedModelError, observe_attention
 from quire.engine.model.layers import attention
-from quire.engine.model.layers.latent_attention import LatentExpansion, PackedHeadLinear
+from quire.engine.model.layers.latent_attention import HeadLinear, LatentExpansion
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Speculator
@@ -50,7 +50,7 @@ def test_each_head_multiplies_its_own_inputs() -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn((3, 70, 32), generator=generator)
     inputs = torch.randn((130, 3, 32), generator=generator)
-    layer = PackedHeadLinear(weight, "auto", FLOAT32)
+    layer = HeadLinear(weight, "auto", FLOAT32)
     assert torch.equal(layer.weight, weight)
     torch.testing.assert_close(layer(inputs), torch.einsum("thi,hoi->tho", inputs, weight))
     assert torch.equal(layer(inputs[100:101]), layer(inputs)[100:101])
@@ -110,12 +110,12 @@ def test_quantized_weights_are_those_of_the_check(
 def test_keys_and_values_of_different_sizes_are_refused_without_latents(
     tiny_model: Callable[[str], Path],
 ) -> None:
-    """Where its layers expand their latents."""
+    """As on a GPU, where layers expand their latents."""
     attention.register()
     module = AutoModelForCausalLM.from_pretrained(
         tiny_model("deepseek_v2"), attn_implementation=attention.IMPLEMENTATION
     )
-    with pytest.raises(UnsupportedModelError, match="latents: this needs a kv_b_proj without bias"):
+    with pytest.raises(UnsupportedModelError, match="latents: this needs the CPU"):
         observe_attention(module, module.config, 512)
 
 

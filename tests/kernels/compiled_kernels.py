@@ -53,8 +53,6 @@ class Variant(NamedTuple):
     kv_format: str | None = None
     has_bias: bool = False
     all_features: bool = False
-    rotated_dim: int = 0
-    """With latent attention, the size of the rotated keys after the latents."""
     has_one_kv_head: bool = False
     """Triton turns arguments that are 1 into constants, except those that change from step to step."""
 
@@ -127,11 +125,9 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
         "GROUP": variant.group,
         "BLOCK_SIZE": variant.block_size,
         "HEAD_DIM": variant.head_dim or config.head_dim,
-        "ROTATED_DIM": variant.rotated_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": config.head_dim,
-        "BLOCK_R": max(triton.next_power_of_2(variant.rotated_dim), 16),
         **_strides_of_blocks(config, variant, is_quantized=kv_format is not None),
         "KV_FORMAT": kv_format,
         "SPLIT_TOKENS": config.split_tokens,
@@ -145,15 +141,6 @@ def _strides_of_blocks(config: AttentionConfig, variant: Variant, is_quantized: 
     num_kv_heads = 1 if variant.has_one_kv_head else 8
     head_dim = variant.head_dim or config.head_dim
     num_scales = 32 * 2 * num_kv_heads if is_quantized else 0
-    if variant.rotated_dim:
-        row = head_dim + variant.rotated_dim
-        block = 32 * variant.block_size * row + 4 * num_scales
-        return {
-            "STRIDE_BLOCK": block,
-            "STRIDE_VALUE": head_dim,
-            "STRIDE_SLOT": row,
-            "STRIDE_SCALE_BLOCK": block // 4 if is_quantized else 0,
-        }
     block = 32 * 2 * num_kv_heads * variant.block_size * head_dim + 4 * num_scales
     return {
         "STRIDE_BLOCK": block,

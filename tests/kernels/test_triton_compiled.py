@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -33,8 +32,6 @@ from tests.kernels.compiled_kernels import (
 pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 FEATURED = Variant(all_features=True)
-LATENTS: dict[str, Any] = {"group": 16, "rotated_dim": 64, "has_one_kv_head": True}
-"""Prefill divides the query heads among programs, and in decode the number of query heads changes little."""
 COMBINE_TYPES = {
     **dict.fromkeys(("partial_outputs", "partial_sums", "sinks"), "*fp32"),
     **dict.fromkeys(("query_starts", "seq_lens"), "*i32"),
@@ -43,8 +40,8 @@ COMBINE_TYPES = {
     "num_slots": "i32",
 }
 COMBINE_SIZES = {
-    "HEAD_DIM": 512,
-    "BLOCK_D": 512,
+    "HEAD_DIM": 256,
+    "BLOCK_D": 256,
     "BLOCK_N": 64,
     "SPLIT_TOKENS": 512,
     "MAX_SPLITS": 64,
@@ -59,7 +56,6 @@ WRITE_TYPES = {
 WRITE_SIZES = {
     "BLOCK_SIZE": 16,
     "HEAD_DIM": 128,
-    "VALUE_DIM": 128,
     "BLOCK_H": 32,
     "BLOCK_D": 128,
     "KV_FORMAT": None,
@@ -90,12 +86,7 @@ def other_resources(arch: str) -> Iterator[tuple[str, Resources]]:
 
 def shipped_resources(selected: Sequence[AttentionConfig]) -> Iterator[tuple[str, str, Resources]]:
     """Yield (name, architecture, resources) of each row, plain and with all features."""
-    # Only latents have 512 elements.
-    jobs = [
-        (config, variant._replace(**(LATENTS if config.head_dim == 512 else {})))
-        for config in selected
-        for variant in (PLAIN, FEATURED)
-    ]
+    jobs = [(config, variant) for config in selected for variant in (PLAIN, FEATURED)]
     # The compiler and the assembler work without the interpreter's lock.
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
         compiled = executor.map(lambda job: attention_resources(*job), jobs)
@@ -123,7 +114,7 @@ def check(kernels: Iterator[tuple[str, str, Resources]]) -> None:
 @pytest.mark.parametrize("kv_bits", [8, 16, 32])
 def test_every_shipped_configuration_fits(arch: str, kernel: str, kv_bits: int) -> None:
     rows = [row for row in configs.table() if (row.arch, row.kernel, row.kv_bits) == (arch, kernel, kv_bits)]
-    assert {row.head_dim for row in rows} == {32, 64, 128, 256, 512}
+    assert {row.head_dim for row in rows} == {32, 64, 128, 256}
     check(shipped_resources(rows))
 
 
@@ -141,8 +132,6 @@ def test_other_kernels_fit(arch: str) -> None:
         Variant(group=8, block_size=128),
         Variant(head_dim=80),
         Variant(kv_format="int8"),
-        Variant(**LATENTS),
-        Variant(**LATENTS, head_dim=80, kv_format="int8"),
         Variant(kv_format="e4m3", has_one_kv_head=True),
     ],
     ids=str,
@@ -197,11 +186,11 @@ def test_prefill_uses_the_tensor_cores_of_hopper() -> None:
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_rows_are_found_for_every_head_dim(block_size: int) -> None:
-    for head_dim in range(1, 513):
+    for head_dim in range(1, 257):
         row = configs.find_config("decode", "sm_90", 16, head_dim, block_size)
         assert head_dim <= row.head_dim
 
 
 def test_a_shape_without_a_row_is_an_error() -> None:
-    with pytest.raises(LookupError, match="no decode row for sm_90, 16 bits, head_dim 1024"):
-        configs.find_config("decode", "sm_90", 16, 513, 16)
+    with pytest.raises(LookupError, match="no decode row for sm_90, 16 bits, head_dim 512"):
+        configs.find_config("decode", "sm_90", 16, 257, 16)

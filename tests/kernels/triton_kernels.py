@@ -59,12 +59,11 @@ def _everything_on_the_device() -> Iterator[None]:
 
 
 class Layout(NamedTuple):
-    """Sizes of blocks; with latent attention ``head_dim`` is that of a row."""
+    """Sizes of blocks."""
 
     block_size: int = 16
     num_kv_heads: int = 2
     head_dim: int = 32
-    latent_dim: int | None = None
 
 
 SMALL = Layout()
@@ -79,7 +78,6 @@ class Case(NamedTuple):
     kv_layer: torch.Tensor
     kv_scales: torch.Tensor | None
     metadata: AttentionMetadata
-    latent_dim: int | None = None
 
 
 Lengths = list[tuple[int, int]]
@@ -89,8 +87,8 @@ def fresh_blocks(
     num_blocks: int, layout: Layout, stored: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return poisoned blocks, one layer of three, and their scales if they are 8-bit."""
-    block_size, num_kv_heads, head_dim, latent_dim = layout
-    shape = (num_blocks, 3, 1 if latent_dim else 2, num_kv_heads, block_size, head_dim)
+    block_size, num_kv_heads, head_dim = layout
+    shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
     if stored not in KV_FORMATS:
         return torch.full(shape, float("nan"), dtype=stored)[:, 1], None
     poison = 0x7F  # NaN in e4m3, and the largest int8.
@@ -109,7 +107,7 @@ def make_case(
     spare_entries: int = 1,
 ) -> Case:
     """Return sequences of (cached, new) tokens in shuffled blocks; each sequence's data are its own."""
-    block_size, num_kv_heads, head_dim, latent_dim = layout
+    block_size, num_kv_heads, head_dim = layout
     num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
     generator = torch.Generator(DEVICE).manual_seed(seed)
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
@@ -121,17 +119,12 @@ def make_case(
         generator.manual_seed(1000 * cached + new)
         shape = (cached + new, 2 * num_kv_heads + group * num_kv_heads, head_dim)
         rows = torch.randn(shape, generator=generator).to(dtype)
-        if latent_dim:
-            # A rotated key may be much larger than the latent before it.
-            rows[:, :1, latent_dim:] *= 30
-            rows[:, 2:, latent_dim:] /= 30
         table = [order.pop() for _ in range(num_blocks[row])]
         tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         all_slots = [table[p // block_size] * block_size + p % block_size for p in range(cached + new)]
         past = torch.tensor(all_slots[:cached], dtype=torch.int64)
         key, value = rows[:cached, :num_kv_heads], rows[:cached, num_kv_heads : 2 * num_kv_heads]
-        value = key[..., :latent_dim] if latent_dim else value
-        reference.write_kv(key, value, kv_layer, past, kv_scales)
+        write_reference(key, value, kv_layer, past, kv_scales)
         new_rows.append(rows[cached:])
         slots += all_slots[cached:]
     new_tokens = [new for _, new in lengths]
@@ -143,8 +136,31 @@ def make_case(
     )
     # Views of one projection, as models make them: their strides are not those of contiguous tensors.
     key, value, query = torch.cat(new_rows).split([num_kv_heads, num_kv_heads, group * num_kv_heads], dim=1)
-    value = key[..., :latent_dim] if latent_dim else value
-    return Case(query, key, value, kv_layer, kv_scales, metadata, latent_dim)
+    return Case(query, key, value, kv_layer, kv_scales, metadata)
+
+
+def write_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None,
+) -> None:
+    """Write token by token, as the scales' rule has it."""
+    if kv_scales is None:
+        reference.write_kv(key, value, kv_layer, slot_mapping)
+        return
+    kv_format = KV_FORMATS[kv_layer.dtype]
+    bits = kv_layer.view(torch.uint8)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        block, offset = divmod(slot, kv_layer.shape[3])
+        vectors = torch.stack([key[token], value[token]]).float()
+        if offset == 0:
+            magnitude = vectors.abs().amax(-1).clamp_min(1e-12)
+            kv_scales[block] = magnitude * kv_format.scale_per_magnitude
+        scaled = (vectors / kv_scales[block][..., None]).clamp(-kv_format.largest, kv_format.largest)
+        scaled = scaled.round() if kv_format.name == "int8" else scaled
+        bits[block, :, :, offset] = scaled.to(kv_layer.dtype).view(torch.uint8)
 
 
 def write(case: Case) -> Case:
@@ -152,7 +168,7 @@ def write(case: Case) -> Case:
     expected = case.kv_layer.clone()
     expected_scales = None if case.kv_scales is None else case.kv_scales.clone()
     arguments = case.key, case.value
-    reference.write_kv(*arguments, expected, case.metadata.slot_mapping, expected_scales)
+    write_reference(*arguments, expected, case.metadata.slot_mapping, expected_scales)
     blocks.write_kv(*arguments, case.kv_layer, case.metadata.slot_mapping, case.kv_scales)
     actual_bits, expected_bits = (each.contiguous().view(torch.uint8) for each in (case.kv_layer, expected))
     assert torch.equal(actual_bits, expected_bits)
@@ -161,13 +177,17 @@ def write(case: Case) -> Case:
 
 
 def attend(case: Case, **options: Any) -> torch.Tensor:
-    options |= {"scale": SCALE, "kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
-    return attention.paged_attention(case.query, case.kv_layer, *case.metadata[:3], **options)
+    query, *_, metadata = case
+    return attention.paged_attention(
+        query, case.kv_layer, *metadata[:3], scale=SCALE, kv_scales=case.kv_scales, **options
+    )
 
 
 def attend_reference(case: Case, **options: Any) -> torch.Tensor:
-    options |= {"scale": SCALE, "kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
-    return reference.paged_attention(case.query, case.kv_layer, case.metadata, **options)
+    kv_layer = case.kv_layer
+    if case.kv_scales is not None:
+        kv_layer = kv_layer.double() * case.kv_scales.double()[..., None, None]
+    return reference.paged_attention(case.query, kv_layer, case.metadata, scale=SCALE, **options)
 
 
 def compare(case: Case, tolerance: float, **options: Any) -> None:
@@ -225,43 +245,12 @@ def test_8_bit_blocks_equal_the_reference(stored: torch.dtype, dtype: torch.dtyp
     compare(write(make_case(lengths, dtype=dtype, stored=stored)), tolerance, **FEATURES[name])
 
 
-LATENTS = [(512, 64), (256, 32), (48, 24), (20, 40)]
-"""Sizes of latents and rotated keys."""
-
-
-@pytest.mark.parametrize(("latent_dim", "rotated_dim"), LATENTS, ids=str)
-@pytest.mark.parametrize("stored", [None, *KV_FORMATS], ids=str)
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_rows_of_latents_equal_the_reference(
-    latent_dim: int, rotated_dim: int, stored: torch.dtype | None, name: str
-) -> None:
-    layout = Layout(16, 1, latent_dim + rotated_dim, latent_dim)
-    case = write(make_case([(0, 5), (37, 1), (3, 20), (5, 0), (0, 1)], layout, stored=stored, group=4))
-    compare(case, 1e-5, **FEATURES[name])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("num_heads", [1, 5, 20, 32])
-def test_any_number_of_heads_shares_latents(
-    num_heads: int, stored: torch.dtype | None, dtype: torch.dtype
-) -> None:
-    layout = Layout(16, 1, 48, 32)
-    lengths = [(37, 1), (20, 3), (0, 9), (70, 1)]
-    case = write(make_case(lengths, layout, dtype=dtype, stored=stored, group=num_heads))
-    # The weights of float16 queries are multiplied with 8-bit values in bfloat16.
-    compare(case, 2e-2 if stored else TOLERANCE[dtype], find_config=short_splits)
-
-
 @st.composite
 def drawn_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any], float]:
     block_size = draw(st.sampled_from([8, 16, 32, 128]))
     layout = Layout(
         block_size, draw(st.integers(1, 2)), draw(st.sampled_from([16, 32, 64, 80, 96, 128, 256]))
     )
-    if draw(st.booleans()):
-        latent_dim, rotated_dim = draw(st.sampled_from(LATENTS[1:]))
-        layout = Layout(block_size, 1, latent_dim + rotated_dim, latent_dim)
     edges = st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size])
     sequence = st.tuples(
         st.one_of(edges, st.integers(0, 70)), st.one_of(st.just(1), edges, st.integers(0, 20))
@@ -311,29 +300,22 @@ def test_an_empty_step_has_an_empty_output() -> None:
     assert attend(case).shape == (0, 4, 32)
 
 
-LAYOUTS = pytest.mark.parametrize("layout", [SMALL, Layout(16, 1, 40, 32)], ids=["heads", "latents"])
-
-
-@LAYOUTS
 @pytest.mark.parametrize("sliding_window", [None, 50])
-def test_a_decoded_token_does_not_depend_on_its_batch(sliding_window: int | None, layout: Layout) -> None:
+def test_a_decoded_token_does_not_depend_on_its_batch(sliding_window: int | None) -> None:
     options = {"sliding_window": sliding_window, "find_config": short_splits}
-    single = attend(write(make_case([(250, 1)], layout)), **options)
-    among = write(make_case([(3, 1), (250, 1), (900, 1), (0, 9)], layout, spare_entries=5, seed=3))
+    single = attend(write(make_case([(250, 1)])), **options)
+    among = write(make_case([(3, 1), (250, 1), (900, 1), (0, 9)], spare_entries=5, seed=3))
     assert torch.equal(attend(among, **options)[1:2], single)
 
 
-@LAYOUTS
-def test_a_prefilled_token_does_not_depend_on_its_chunk(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout
-) -> None:
+def test_a_prefilled_token_does_not_depend_on_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot_by_rows(_: InterpreterBuilder, a: Any, b: Any, d: Any, *__: Any) -> TensorHandle:
         # BLAS, unlike tensor cores, adds up a row in an order that depends on where the row is.
         return TensorHandle(np.stack([row @ b.data for row in a.data]) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot_by_rows)
-    whole = attend(write(make_case([(0, 70)], layout)))
-    case = make_case([(0, 70)], layout)
+    whole = attend(write(make_case([(0, 70)])))
+    case = make_case([(0, 70)])
     write(case)
     chunks = []
     for first, last in ((0, 3), (3, 21), (21, 70)):
@@ -461,18 +443,6 @@ REFUSED: dict[str, tuple[Callable[[Case], object], str]] = {
     "vectors that are not dense": (
         lambda case: attend(case._replace(kv_layer=case.kv_layer.mT.contiguous().mT)),
         "kv_layer: expected a last dimension of stride 1",
-    ),
-    "rows without the size of a latent": (
-        lambda case: attend(case._replace(kv_layer=case.kv_layer[:, :1])),
-        r"kv_layer: expected the shape \[num_blocks, 2,",
-    ),
-    "latents of several heads": (
-        lambda case: attend(case._replace(latent_dim=16)),
-        r"kv_layer: expected the shape \[num_blocks, 1, 1,",
-    ),
-    "latents without a rotated key": (
-        lambda case: attend(case._replace(kv_layer=case.kv_layer[:, :1, :1], latent_dim=32)),
-        "expected a latent and rotated key of 1 to 512, got 32, 0",
     ),
     "8 bits without scales": (
         lambda case: attend(case._replace(kv_layer=case.kv_layer.nan_to_num().to(torch.int8))),

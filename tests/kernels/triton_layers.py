@@ -11,13 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.model.check import check_paging, observe_attention
-from quire.engine.model.layers import attention
 from quire.engine.model.layers.gpu_layers import GatedMlp, RmsNorm, fuse_layers
-from quire.engine.model.layers.latent_attention import HeadLinear, keep_latents
-from quire.kernels import ops
-from quire.kernels.triton import attention as triton_attention
-from quire.kernels.triton import blocks as triton_blocks
 from quire.kernels.triton import rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -64,31 +58,6 @@ def test_a_model_with_fused_layers_gives_the_same_logits(
     assert replaced == FUSED[architecture]
     largest = expected.abs().max()
     assert (logits(model) - expected).abs().max() <= TOLERANCE[dtype] * largest
-
-
-@pytest.mark.parametrize(
-    ("architecture", "dtype"), [("deepseek_v3", torch.float32), ("glm4_moe_lite", torch.bfloat16)], ids=str
-)
-def test_a_model_with_latent_attention_gives_the_same_logits_over_paged_latents(
-    architecture: str,
-    dtype: torch.dtype,
-    tiny_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernels = {"paged_attention": triton_attention.paged_attention, "write_kv": triton_blocks.write_kv}
-    monkeypatch.setattr(ops, "_find_on_cpu", kernels.__getitem__)
-    attention.register()
-    model = AutoModelForCausalLM.from_pretrained(
-        tiny_model(architecture, num_hidden_layers=2),
-        dtype=dtype,
-        attn_implementation=attention.IMPLEMENTATION,
-    )
-    model = model.to(DEVICE).eval()
-    keep_latents(model, HeadLinear)
-    fuse_layers(model)
-    heads = observe_attention(model, model.config, 512)
-    assert heads.latent_dim == model.config.kv_lora_rank
-    check_paging(model, heads, 320, 512)
 
 
 @DTYPES

@@ -13,7 +13,6 @@ the two forms round differently, and a token must get the same bits in a prompt 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,25 +23,7 @@ from quire.kernels.cpu.products.linear import UNIT, PackedWeight, sums
 
 
 class HeadLinear(torch.nn.Module):
-    """A linear layer of each head, on a GPU.
-
-    Args:
-        weight: ``[num_heads, out_features, in_features]``.
-    """
-
-    weight: torch.Tensor
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight.detach().contiguous())
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``[num_tokens, num_heads, out_features]`` for ``[num_tokens, num_heads, in_features]``."""
-        return torch.bmm(inputs.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
-
-
-class PackedHeadLinear(torch.nn.Module):
-    """A linear layer of each head, all in one packed weight, on the CPU.
+    """A linear layer of each head, all in one packed weight.
 
     Args:
         weight: ``[num_heads, out_features, in_features]``.
@@ -68,9 +49,6 @@ class PackedHeadLinear(torch.nn.Module):
         return heads[..., : self.out_features].to(inputs.dtype)
 
 
-MakeHeadLinear = Callable[[torch.Tensor], HeadLinear | PackedHeadLinear]
-
-
 class LatentExpansion(torch.nn.Module):
     """The layer that expands latents to keys and values (``kv_b_proj``), divided into these two.
 
@@ -78,14 +56,17 @@ class LatentExpansion(torch.nn.Module):
         weight: ``[num_heads * (key_dim + value_dim), latent_dim]``.
         key_dim: elements of a head's key that are not rotated.
         value_dim: elements of a head's value.
-        make: makes the linear layer of each head from its weight.
+        weight_dtype, arithmetic: as for ``PackedLinear``.
     """
 
-    def __init__(self, weight: torch.Tensor, key_dim: int, value_dim: int, make: MakeHeadLinear) -> None:
+    def __init__(
+        self, weight: torch.Tensor, key_dim: int, value_dim: int, weight_dtype: str, arithmetic: str
+    ) -> None:
         super().__init__()
         self.key_dim, self.value_dim, self.latent_dim = key_dim, value_dim, weight.shape[1]
         keys, values = weight.unflatten(0, (-1, key_dim + value_dim)).split([key_dim, value_dim], dim=1)
-        self._keys, self._values = make(keys.transpose(1, 2)), make(values)
+        self._keys = HeadLinear(keys.transpose(1, 2), weight_dtype, arithmetic)
+        self._values = HeadLinear(values, weight_dtype, arithmetic)
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """Expand latents, as the check at load time needs it for the model's own attention."""
@@ -102,8 +83,8 @@ class LatentExpansion(torch.nn.Module):
         return values
 
 
-def keep_latents(model: torch.nn.Module, make: MakeHeadLinear) -> None:
-    """Let the layers with latent attention pass rows of latents to attention.
+def keep_latents(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> None:
+    """Let the layers with latent attention pass rows of latents to attention, on the CPU.
 
     A row ``[latent, rotated key]`` is the key, and the latent is the value. Eager attention still gets
     expanded heads.
@@ -113,7 +94,7 @@ def keep_latents(model: torch.nn.Module, make: MakeHeadLinear) -> None:
         expansion = getattr(layer, "kv_b_proj", None)
         if hasattr(layer, "expand_kv") and type(expansion) is torch.nn.Linear and expansion.bias is None:
             sizes = int(layer.qk_nope_head_dim), int(layer.v_head_dim)
-            layer.kv_b_proj = LatentExpansion(expansion.weight, *sizes, make)
+            layer.kv_b_proj = LatentExpansion(expansion.weight, *sizes, weight_dtype, arithmetic)
             layer.expand_kv = partial(_rows_of_latents, layer, layer.expand_kv)
 
 
