@@ -5,10 +5,10 @@ that needs less than its part gets all it needs, and the others share the rest b
 are divided among its requests in the same way.
 
 The tokens of prompts go first to the client that will have the fewest computed tokens, in relation to its
-weight, once its prompts are computed (``fairness/shares.py``). So of two clients with equal numbers, the
-one that asks for less is served first. A client that floods gets what the others leave. While a request of
-another client could come before its next prompts, even one that has yet to arrive, it also gets at most a
-quarter of a step, so that this request waits for a short one.
+weight, once its prompts are computed (``fairness/shares.py``), also those that waited in the router. So of
+two clients with equal numbers, the one that asks for less is served first. A client that floods gets what the
+others leave. While a request of another client could come before its next prompts, even one that has yet to
+arrive, it also gets at most a quarter of a step, so that this request waits for a short one.
 
 A request needs blocks to run, and keeps them while a step leaves it out. This file does not decide who gets
 blocks: that is the order of arrival, or of the clients' blocks (``fair_blocks.py``).
@@ -124,11 +124,13 @@ class FairTurns:
         decoding: Counter[str] = Counter()
         prompts: Counter[str] = Counter()
         weights: dict[str, int] = {}
+        elsewhere: Counter[str] = Counter()
         for group in self.queues.running:
             num_decoding = min(group.num_uncomputed_tokens, len(group.sequences))
             decoding[group.client] += num_decoding
             prompts[group.client] += group.num_uncomputed_tokens - num_decoding
             weights[group.client] = group.weight
+            elsewhere[group.client] = max(elsewhere[group.client], group.prompt.num_waiting_tokens)
         backlogs = prompts + self.queues.num_waiting_tokens
         seen: set[str] = set()
         for group in self.fair_blocks.in_order(self.queues.waiting):
@@ -141,9 +143,10 @@ class FairTurns:
                 prompts[client] += num_tokens
                 backlogs[client] += num_tokens - group.num_uncomputed_tokens
                 weights[client] = group.weight
+            elsewhere[client] = max(elsewhere[client], group.prompt.num_waiting_tokens)
             if len(seen) == len(self.queues.clients):
                 break
-        return decoding, prompts, backlogs, weights
+        return decoding, prompts, backlogs + elsewhere, weights
 
     def record_step(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Count the tokens that a step computes for each client."""

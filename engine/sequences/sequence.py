@@ -79,6 +79,8 @@ class Sequence:
     """The client that sent the request. Clients share the steps fairly."""
     weight: int = 1
     """The client's weight: its part of the steps is proportional to it."""
+    num_waiting_tokens: int = 0
+    """Prompt tokens of the client's requests that waited elsewhere when this one was sent here."""
     patience: float = 0.0
     """Seconds that move the request back in the order of arrival; see ``fairness/patience.py``."""
     adapter: Adapter | None = None

@@ -248,6 +248,25 @@ def test_small_requests_without_end_do_not_starve_a_long_one() -> None:
     assert computed <= 3 * 900 + STEP_TOKENS
 
 
+@pytest.mark.parametrize("num_elsewhere", [0, 10_000])
+def test_prompts_that_wait_in_the_router_count_for_their_client(num_elsewhere: int) -> None:
+    """A flood that was not here for a while lags behind, but has more to compute than the engine sees."""
+    engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
+    engine.add_request(prompt_of("flood-0", "flood", 40))
+    for number in range(8):
+        engine.add_request(prompt_of(f"small-{number}", "small", 400))
+    while engine.groups:
+        engine.step()
+    flood = prompt_of("flood-1", "flood", 900)
+    engine.add_request(replace(flood, num_waiting_tokens=num_elsewhere))
+    engine.step()
+    engine.add_request(prompt_of("small-8", "small", 400))
+    ended: list[str] = []
+    while engine.groups:
+        ended += [update.sequence.attempt_id for update in engine.step() if update.status.is_finished]
+    assert ended == (["small-8", "flood-1"] if num_elsewhere else ["flood-1", "small-8"])
+
+
 def test_clients_that_always_want_more_get_tokens_by_weight_and_pay_nothing_for_cached_ones() -> None:
     engine = make_constant_engine(MOST_SEQS, STEP_TOKENS, num_blocks=4000, max_model_len=1000)
     weights = {"one": 1, "three": 3, "cached": 1}

@@ -241,6 +241,7 @@ class GenerationRun:
         sequence.num_output_tokens = len(group.output_token_ids)
         sequence.cache_scope.CopyFrom(worker_pb2.CacheScope(**self._scope._asdict()))
         sequence.weight, sequence.priority = self._weight, self._request.priority
+        sequence.waiting_tokens = self._cluster.turns.num_waiting_tokens(self._scope.tenant)
         sequence.load.router_id = self._cluster.workers.router_id
         sequence.load.pending_tokens = placement.pending_tokens
         sequence.load.resident_tokens = placement.resident_tokens

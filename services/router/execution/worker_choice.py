@@ -84,7 +84,7 @@ class WorkerChoice:
         cluster = self.cluster
         while True:
             await self._wait(group)
-            await self._begin()
+            await self._begin(len(group.token_ids))
             if group.deaths:
                 # A worker that was killed together with the last one says nothing about this request.
                 await cluster.workers.ask_again(group.died_at)
@@ -105,12 +105,14 @@ class WorkerChoice:
             metadata = {"tokens_emitted": str(self.account.usage.completion_tokens)}
             raise no_decode_worker(cluster.workers, metadata) from None
 
-    async def _begin(self) -> None:
+    async def _begin(self, num_tokens: int) -> None:
         """Wait for the request's turn, unless it had one."""
         turns, tenant = self.cluster.turns, self.scope.tenant
         while not self._has_had_turn:
             with suppress(TimeoutError):
-                self._turn = await turns.begin(tenant, self.weight, self.arrival, self.remaining_seconds())
+                self._turn = await turns.begin(
+                    tenant, self.weight, num_tokens, self.arrival, self.remaining_seconds()
+                )
                 self._has_had_turn = True
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:

@@ -37,6 +37,7 @@ class _Waiting(NamedTuple):
     number: int
     """Orders equal times."""
     turn: asyncio.Future[None]
+    num_tokens: int
 
 
 class TenantTurns:
@@ -59,10 +60,11 @@ class TenantTurns:
         """The waiting requests of tenants that have some, in their order."""
         self._numbers = count()
 
-    async def begin(self, tenant: str, weight: int, due: float, seconds: float) -> Turn:
+    async def begin(self, tenant: str, weight: int, num_tokens: int, due: float, seconds: float) -> Turn:
         """Return the turn of a request as soon as it may begin.
 
         Args:
+            num_tokens: tokens of its prompt.
             due: its position in the order of its tenant's requests.
             seconds: time left until its deadline.
 
@@ -72,7 +74,7 @@ class TenantTurns:
         self._count_time()
         self._used.join(tenant)
         self._weights[tenant] = weight
-        entry = _Waiting(due, next(self._numbers), asyncio.get_running_loop().create_future())
+        entry = _Waiting(due, next(self._numbers), asyncio.get_running_loop().create_future(), num_tokens)
         insort(self._waiting.setdefault(tenant, []), entry)
         self._wake()
         try:
@@ -86,6 +88,10 @@ class TenantTurns:
                 self._wake()
             raise
         return Turn(self, tenant)
+
+    def num_waiting_tokens(self, tenant: str) -> int:
+        """Return how many prompt tokens of a tenant wait for their turn."""
+        return sum(entry.num_tokens for entry in self._waiting.get(tenant, ()))
 
     def end(self, tenant: str) -> None:
         """Count a request out that is no longer under way, and let others begin."""

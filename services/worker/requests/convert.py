@@ -73,6 +73,7 @@ def sequence_from_proto(
         root_hash=root_hash,
         client=message.cache_scope.tenant,
         weight=message.weight or 1,
+        num_waiting_tokens=message.waiting_tokens,
         adapter=adapter,
         stops_after_prefill=stops_after_prefill,
     )

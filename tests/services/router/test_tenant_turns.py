@@ -27,7 +27,7 @@ class Requests:
         """Send a request; its task ends when it begins."""
 
         async def begin() -> None:
-            turn = await self.turns.begin(tenant, weight, self.now if due is None else due, 60.0)
+            turn = await self.turns.begin(tenant, weight, 100, self.now if due is None else due, 60.0)
             self.under_way.append(turn)
             self.num_begun[tenant] += 1
 
@@ -105,6 +105,12 @@ async def test_tenants_with_few_requests_do_not_wait_for_each_other() -> None:
     assert len(requests.under_way) == 20
 
 
+async def test_the_prompt_tokens_that_wait_are_known(requests: Requests) -> None:
+    num_waiting = 20 - requests.count("large")
+    assert requests.turns.num_waiting_tokens("large") == 100 * num_waiting > 0
+    assert requests.turns.num_waiting_tokens("small") == 0
+
+
 async def test_a_tenant_is_here_while_its_request_takes_long(requests: Requests) -> None:
     requests.send("small")
     await settle()
@@ -170,7 +176,7 @@ async def test_a_request_that_gives_up_leaves_its_place_to_others(requests: Requ
 
 async def test_a_request_waits_until_its_deadline(requests: Requests) -> None:
     with pytest.raises(TimeoutError):
-        await requests.turns.begin("large", 1, 0.0, 0.0)
+        await requests.turns.begin("large", 1, 100, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(8))
