@@ -28,8 +28,9 @@ from quire.kernels.cpu.attention_tiles import (
 )
 from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.intrinsics import STORAGE
-from quire.kernels.cpu.products.linear import UNIT
+from quire.kernels.cpu.products.linear import UNIT, unit_kernel
 from quire.kernels.cpu.products.low_rank import SLOTS
+from quire.kernels.cpu.products.packed_product import form_of_inputs
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -390,10 +391,11 @@ def _fill_layer(row: Any, layer: LayerRecipe) -> None:
 def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
     row["activation"] = mlp.activation.kind
     num_units = -(-mlp.size // UNIT)
-    row["gate"] = (*_linear(mlp.gate)[:4], num_units)
+    row["gate"] = (*_linear(mlp.gate)[:-1], num_units)
     if mlp.up is not None:
-        weight, bias, in_features, num_segments, _ = _linear(mlp.up)
+        multiply, weight, bias, in_features, num_segments, _ = _linear(mlp.up)
         row["up"] = (
+            multiply,
             weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
             bias + 4 * mlp.first_up_column if bias else 0,
             in_features,
@@ -402,14 +404,15 @@ def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
         )
 
 
-def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int]:
+def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int, int]:
     bias = 0 if layer.bias is None else layer.bias.data_ptr()
     weight = layer.packed
     address, num_units = weight.panels.data_ptr(), weight.num_units
     if isinstance(layer, DividedHead):
         address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
         bias += 4 * layer.first_unit * UNIT if bias else 0
-    return address, bias, layer.in_features, layer.num_segments, num_units
+    multiply = unit_kernel(weight.stored).address
+    return multiply, address, bias, layer.in_features, layer.num_segments, num_units
 
 
 def _first_column(head: PackedLinear) -> int:
@@ -453,10 +456,11 @@ def find_recipe(
 def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
     if not heads.are_alike:
         raise NoRecipeError("its keys and values, or its layers, differ in shape")
-    dtype, stored = _dtype(recipe), recipe.layers[0].output.packed.stored
+    dtype, form = _dtype(recipe), form_of_inputs(recipe.layers[0].output.packed.stored)
     for layer in recipe.layers:
-        linears = (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)
-        if any((each.packed.dtype, each.packed.stored) != (dtype, stored) for each in linears):
-            raise NoRecipeError("its linear layers have different dtypes")
+        mlp = layer.mlp
+        linears = (*layer.projections, layer.output, mlp.gate, mlp.up or mlp.gate, mlp.down)
+        if any((each.packed.dtype, form_of_inputs(each.packed.stored)) != (dtype, form) for each in linears):
+            raise NoRecipeError("its linear layers have different dtypes or forms of inputs")
         if len(layer.projections) not in (1, 3) or layer.output.in_features % heads.head_dim:
             raise NoRecipeError(f"its heads of {heads.head_dim} values do not fill its projections")

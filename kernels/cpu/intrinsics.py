@@ -129,15 +129,16 @@ def keep_apart(typingctx: Any) -> Any:
 
 
 @instruction
-def call(typingctx: Any, function: Any, argument: Any) -> Any:
-    """Call ``void function(void *argument)``; both are addresses."""
+def call(typingctx: Any, function: Any, values: Any) -> Any:
+    """Call ``void function(int64_t, ...)`` at an address with a tuple of int64, such as addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function_type = ir.FunctionType(ir.VoidType(), [_INT64])
-        builder.call(builder.inttoptr(arguments[0], function_type.as_pointer()), [arguments[1]])
+        function_type = ir.FunctionType(ir.VoidType(), [_INT64] * len(values))
+        address = builder.inttoptr(arguments[0], function_type.as_pointer())
+        builder.call(address, cgutils.unpack_tuple(builder, arguments[1]))
         return context.get_dummy_value()
 
-    return types.none(types.int64, types.int64), codegen
+    return types.none(types.int64, values), codegen
 
 
 @instruction

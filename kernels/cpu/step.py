@@ -33,16 +33,14 @@ from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.bfloat16_product import encode_pairs
 from quire.kernels.cpu.products.group_product import encode_groups
 from quire.kernels.cpu.products.integer_product import encode_integers
-from quire.kernels.cpu.products.linear import ROWS, UNIT, Product, multiply_unit, unit_offset
+from quire.kernels.cpu.products.linear import ROWS, UNIT, UnitCall
 from quire.kernels.cpu.products.low_rank import ADAPTED, LINEARS, add_updates, project
 from quire.kernels.cpu.products.packed_product import (
     BY_GROUP,
     BY_ROW,
     FLOATS,
     PAIRED,
-    bytes_per_input,
     input_form,
-    operand_bytes,
     panel_bytes,
     read_weight,
     row_bytes,
@@ -61,9 +59,12 @@ NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), (
 """A norm: addresses of float32 values, and a ``rows.Norm``."""
 
 LINEAR = np.dtype(
-    [(name, np.int64) for name in ("weight", "bias", "in_features", "num_segments", "num_units")]
+    [(name, np.int64) for name in ("multiply", "weight", "bias", "in_features", "num_segments", "num_units")]
 )
-"""A linear layer: addresses of packed weights and of the float32 bias or 0; 0 units if there is none."""
+"""A linear layer; 0 units if there is none.
+
+Its addresses are those of the ``unit_kernel`` of its weights, of these, and of the float32 bias or 0.
+"""
 
 LAYER = np.dtype(
     [
@@ -275,22 +276,24 @@ def _multiply(
     num_rows: int,
     storage: Any,
     item_bytes: int,
-    stored: Any,
 ) -> None:
     """Compute one unit of columns of a linear layer, rounded to the model's dtype."""
     keep_apart()
-    product = Product(
+    unit_call = UnitCall(
         inputs,
         input_stride,
-        linear.weight + unit_offset(unit, linear.in_features, stored),
+        linear.weight,
         linear.in_features,
+        unit,
+        0,
         linear.in_features,
         output,
         output_stride,
         num_rows,
+        linear.num_segments,
+        linear.bias,
     )
-    bias = linear.bias + 4 * unit * UNIT if linear.bias else 0
-    multiply_unit(product, linear.num_segments, bias, stored)
+    call(linear.multiply, unit_call)
     if item_bytes < 4:
         outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
         for row in range(num_rows):
@@ -313,7 +316,6 @@ def _run_linear(
     num_rows: int,
     storage: Any,
     item_bytes: int,
-    stored: Any,
 ) -> None:
     """Compute up to three linear layers of the same inputs; their outputs lie side by side.
 
@@ -343,7 +345,6 @@ def _run_linear(
             count,
             storage,
             item_bytes,
-            stored,
         )
         if adapted.num_rows != 0 and first_linear != _NOT_ADAPTED:
             index, rows = first_linear + slot, (first, count)
@@ -366,7 +367,6 @@ def _add_linear(
     round_number: int,
     storage: Any,
     item_bytes: int,
-    stored: Any,
 ) -> tuple[int, int]:
     """Compute the output of a linear layer that is added to the residual stream; sum it over the processes.
 
@@ -388,12 +388,11 @@ def _add_linear(
             args.num_tokens,
             storage,
             item_bytes,
-            stored,
         )
         return _wait(args, num_threads, phase), round_number
     exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
     round_number += 1
-    _sum_pieces(args, exchange, linear, borders_at, counter, inputs, input_stride, round_number, stored)
+    _sum_pieces(args, exchange, linear, borders_at, counter, inputs, input_stride, round_number)
     phase = _wait(args, num_threads, phase)
     if thread == 0:
         come(exchange)
@@ -415,7 +414,6 @@ def _sum_pieces(
     inputs: int,
     input_stride: int,
     round_number: int,
-    stored: Any,
 ) -> None:
     """Compute this process's partial sums of a linear layer, one for each of its pieces.
 
@@ -434,20 +432,21 @@ def _sum_pieces(
         while program < first_program + num_programs:
             unit = (program - first_program) % linear.num_units
             row = (program - first_program) // linear.num_units * ROWS
-            input_offset = (first - own_first) * depth
-            product = Product(
-                inputs + row * input_stride + operand_bytes(input_offset, stored),
+            unit_call = UnitCall(
+                inputs + row * input_stride,
                 input_stride,
-                linear.weight
-                + unit_offset(unit, linear.in_features, stored)
-                + bytes_per_input(stored) * input_offset,
+                linear.weight,
                 linear.in_features,
+                unit,
+                (first - own_first) * depth,
                 size * depth,
                 output + 4 * (row * args.update_stride + unit * UNIT),
                 args.update_stride,
                 min(ROWS, args.num_tokens - row),
+                size,
+                0,
             )
-            multiply_unit(product, size, 0, stored)
+            call(linear.multiply, unit_call)
             program = np.int64(fetch_and_increment(counter))
         first += size
         first_program += num_programs
@@ -484,9 +483,7 @@ def _run_gate(
         num_rows = min(ROWS, args.num_tokens - first)
         inputs = _operands(args, args.normed, stored) + first * input_stride
         gates_at = np.int64(gates.ctypes.data)
-        _multiply(
-            layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes, stored
-        )
+        _multiply(layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes)
         adapted, rows = args.adapted, (first, num_rows)
         if adapted.num_rows != 0:
             add_updates(adapted, first_linear, 0, rows, unit, gates_at, UNIT, storage)
@@ -494,9 +491,7 @@ def _run_gate(
         output = args.mlp + 4 * (first * stride + unit * UNIT)
         outputs = carray(pointer(output, np.float32), (num_rows, stride))
         if layer.up.num_units:
-            _multiply(
-                layer.up, unit, inputs, input_stride, output, stride, num_rows, storage, item_bytes, stored
-            )
+            _multiply(layer.up, unit, inputs, input_stride, output, stride, num_rows, storage, item_bytes)
             if adapted.num_rows != 0:
                 add_updates(adapted, first_linear + 1, 1, rows, unit, output, stride, storage)
             for row in range(num_rows):
@@ -637,7 +632,6 @@ def _compute_logits(
         args.num_logits,
         storage,
         item_bytes,
-        stored,
     )
 
 
@@ -676,7 +670,7 @@ def _attend(
     if args.kv_format != 0:
         _quantize_tokens(args, layer, thread, num_threads)
         phase = _wait(args, num_threads, phase)
-    call(args.attend, layer.attention)
+    call(args.attend, (layer.attention,))
     next_phase: int = _wait(args, num_threads, phase)
     return next_phase
 
@@ -732,7 +726,6 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
             args.num_tokens,
             storage,
             item_bytes,
-            stored,
         )
         phase = _wait(args, num_threads, phase)
         phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
@@ -764,7 +757,6 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
             round_number,
             storage,
             item_bytes,
-            stored,
         )
         _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
         phase = _wait(args, num_threads, phase)
@@ -792,7 +784,6 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
             round_number,
             storage,
             item_bytes,
-            stored,
         )
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
@@ -806,8 +797,8 @@ def program(storage: Any, stored: Any, head_stored: Any) -> Any:
 
     Args:
         storage: the NumPy type of the model's dtype.
-        stored: the NumPy type that stands for the weights of its linear layers.
-        head_stored: that of the output layer's, and of an embedding that is tied to it.
+        stored: a NumPy type of weights whose inputs have the form of the inputs of all its linear layers.
+        head_stored: that of the output layer's weights, and of an embedding that is tied to it.
     """
     item_bytes = np.dtype(storage).itemsize
 

@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from quire.models.gguf_conversion import write_folder
 from quire.models.gguf_header import TYPES, read_header
 from quire.models.source import demo_model_path, find_model
 from tests.testing.gguf_files import encode, write_gguf
-from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
 from tests.testing.tiny_models import make_random_model
 
 CPU = torch.device("cpu")
@@ -210,6 +211,26 @@ def rounded_inputs(layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple
     return ((integers * scales).flatten(-2),)
 
 
+def test_a_file_of_several_types_runs_as_one_program(tmp_path: Path) -> None:
+    plain = make_random_model("llama", tmp_path / "plain", num_attention_heads=8, **WIDE)
+    model = load_model(
+        str(convert(write_gguf(plain, tmp_path / "model.gguf", several_types))), "float32", CPU
+    )
+    assert model.recipe is not None
+    (layer,) = model.recipe.layers
+    assert layer.mlp.up is not None
+    linears = (*layer.projections, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+    assert len({each.packed.stored for each in linears}) == 4
+    assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
+
+
+def several_types(name: str) -> Kind:
+    """Return types as in a file of type Q4_K_M, and others for keys and the gate."""
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.": Kind.Q6_K}
+    kinds |= {"attn_k": Kind.Q8_0, "ffn_gate": Kind.Q5_K}
+    return next((kind for part, kind in kinds.items() if part in name), Kind.Q4_K)
+
+
 def mixed(name: str) -> Kind:
     return Kind.Q4_0 if "ffn" in name else Kind.Q8_0
 
@@ -228,7 +249,7 @@ def test_a_path_to_the_file_is_a_model_for_one_process_and_two_ranks(
     monkeypatch.setenv("HF_ASSETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     plain = make_random_model("llama", tmp_path / "plain", intermediate_size=256)
-    path = write_gguf(plain, tmp_path / "model.gguf", Kind.Q8_0)
+    path = write_gguf(plain, tmp_path / "model.gguf", mixed)
     folder = find_model(str(path))
     written = (folder / "config.json").stat().st_mtime_ns
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True, logprobs=3)

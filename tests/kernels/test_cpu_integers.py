@@ -179,9 +179,9 @@ from numba import njit
 features = dict.fromkeys("{PROCESSORS["Alder Lake"][1]}".split(), True)
 binding.get_host_cpu_features = lambda: features
 from quire.kernels.cpu.products import group_product, integer_product
-from quire.kernels.cpu.products.linear import _kernel
+from quire.kernels.cpu.products.linear import unit_kernel
 
-print(_kernel({stored})._library.get_asm_str())
+print(unit_kernel({stored})._library.get_asm_str())
 """
     environment = {
         "NUMBA_CACHE_DIR": str(tmp_path),

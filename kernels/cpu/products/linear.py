@@ -30,6 +30,7 @@ from quire.kernels.cpu.intrinsics import (
     GROUP,
     STORAGE,
     TILE_COLUMNS,
+    call,
     exact,
     fetch_and_increment,
     keep_apart,
@@ -339,6 +340,7 @@ _FIELDS = (
     "num_units",
     "head_stride",
     "units_per_head",
+    "multiply",
 )
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 _PACKED = Struct(f"{len(_FIELDS)}q")
@@ -419,10 +421,11 @@ def multiply_chunks(
         num_units,
         row_bytes,
         num_units // num_heads,
+        unit_kernel(weight.stored).address,
     )
     is_threaded = output.numel() * len(own) >= _MIN_THREADED_WORK
     num_threads = torch.get_num_threads() if is_threaded else 1
-    threads.run(_kernel(weight.stored).address, _PACKED.pack(*arguments), num_threads)
+    threads.run(_kernel().address, _PACKED.pack(*arguments), num_threads)
     return output
 
 
@@ -439,13 +442,6 @@ def num_segments_of(in_features: int, num_parts: int) -> int:
     while count > 1 and (num_parts % count or in_features // count % GROUP):
         count //= 2
     return count
-
-
-@exact
-def unit_offset(unit: int, in_features: int, stored: Any) -> int:
-    """Return the bytes from the beginning of a packed weight to a unit."""
-    num_bytes: int = unit * _PANELS * panel_bytes(in_features, stored)
-    return num_bytes
 
 
 class Product(NamedTuple):
@@ -674,8 +670,75 @@ def _add_few_rows(product: Product, stored: Any) -> None:
             add_rows_product(total, left, right, count, no_fetch, strides, 2, _PAIR, stored)
 
 
+class UnitCall(NamedTuple):
+    """The arguments of a ``unit_kernel``, in their order; the names have the meaning that ``Product`` gives.
+
+    Attributes:
+        weight: address of the packed weight.
+        unit: index of the unit of columns to compute.
+        first_input: the first input to sum.
+        num_segments: see ``multiply_unit``.
+        bias: address of the layer's float32 bias; 0 if there is none.
+    """
+
+    inputs: int
+    input_stride: int
+    weight: int
+    in_features: int
+    unit: int
+    first_input: int
+    num_inputs: int
+    output: int
+    output_stride: int
+    num_rows: int
+    num_segments: int
+    bias: int
+
+
 @cache
-def _kernel(stored: Any) -> Any:
+def unit_kernel(stored: Any) -> Any:
+    """Compile the function that computes a unit of columns of a weight.
+
+    Programs call it at its address, so one program multiplies weights of several types.
+
+    Args:
+        stored: the NumPy type of the weight, in ``STORAGE`` or ``QUANTIZED``.
+    """
+
+    def multiply(
+        inputs: int,
+        input_stride: int,
+        weight: int,
+        in_features: int,
+        unit: int,
+        first_input: int,
+        num_inputs: int,
+        output: int,
+        output_stride: int,
+        num_rows: int,
+        num_segments: int,
+        bias: int,
+    ) -> None:
+        product = Product(
+            inputs + operand_bytes(first_input, stored),
+            input_stride,
+            weight
+            + unit * _PANELS * panel_bytes(in_features, stored)
+            + bytes_per_input(stored) * first_input,
+            in_features,
+            num_inputs,
+            output,
+            output_stride,
+            num_rows,
+        )
+        multiply_unit(product, num_segments, bias + 4 * unit * UNIT if bias else 0, stored)
+
+    signature = types.void(*[types.int64] * len(UnitCall._fields))
+    return compile_kernel(signature, multiply, error_model="numpy")
+
+
+@cache
+def _kernel() -> Any:
     """Compile the function that each thread runs: it takes the next unit until none is left."""
 
     def kernel(arguments: Any) -> None:
@@ -686,23 +749,22 @@ def _kernel(stored: Any) -> Any:
             if program >= args.num_units * args.num_chunks:
                 break
             unit, chunk = program % args.num_units, program // args.num_units
-            first, bias = chunks[chunk, 0], chunks[chunk, 3]
-            product = Product(
-                args.inputs
-                + first * args.input_stride
-                + unit // args.units_per_head * args.head_stride
-                + operand_bytes(args.first_input, stored),
+            first = chunks[chunk, 0]
+            unit_call = UnitCall(
+                args.inputs + first * args.input_stride + unit // args.units_per_head * args.head_stride,
                 args.input_stride,
-                chunks[chunk, 2]
-                + unit_offset(unit, args.in_features, stored)
-                + bytes_per_input(stored) * args.first_input,
+                chunks[chunk, 2],
                 args.in_features,
+                unit,
+                args.first_input,
                 args.num_inputs,
                 args.output + 4 * (first * args.output_stride + unit * UNIT),
                 args.output_stride,
                 chunks[chunk, 1],
+                args.num_segments,
+                chunks[chunk, 3],
             )
-            multiply_unit(product, args.num_segments, bias + 4 * unit * UNIT if bias else 0, stored)
+            call(args.multiply, unit_call)
 
     signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
     return compile_kernel(signature, kernel, error_model="numpy")

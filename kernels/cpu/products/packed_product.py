@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
 from quire.kernels.cpu.intrinsics import (
@@ -147,9 +147,14 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
     return types.int64(stored), codegen
 
 
+def form_of_inputs(stored: Any) -> int:
+    """Return the form in which products with weights of a NumPy type read their inputs."""
+    return _FORMS.get(from_dtype(np.dtype(stored)), FLOATS)
+
+
 @instruction
 def input_form(typingctx: Any, stored: Any) -> Any:
-    """Return the form in which products with these weights read their inputs."""
+    """Return ``form_of_inputs``, in a kernel."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return ir.Constant(_INT64, _FORMS.get(stored.dtype, FLOATS))
