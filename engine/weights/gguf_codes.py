@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from quire.kernels.cpu.products.group_product import Q4, Q4_OFFSET, Q8, Q8_HALVES, Q8_OFFSET
+from quire.kernels.cpu.products.group_product import Q4, Q4_OFFSET, Q6_HALVES, Q6_OFFSET, Q8
 
 
 class GroupCodes(NamedTuple):
@@ -52,12 +52,12 @@ def _q4_1(blocks: torch.Tensor) -> GroupCodes:
 def _q5_0(blocks: torch.Tensor) -> GroupCodes:
     # Codes less 16 are those of this coding less 32.
     codes = (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks, 2)) + 16
-    return GroupCodes(codes, _halves(blocks, 0).expand(-1, -1, 2), None, Q8_HALVES)
+    return GroupCodes(codes, _halves(blocks, 0).expand(-1, -1, 2), None, Q6_HALVES)
 
 
 def _q5_1(blocks: torch.Tensor) -> GroupCodes:
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks, 4)
-    return GroupCodes(codes, _halves(blocks, 0), _halves(blocks, 2), Q8_OFFSET)
+    return GroupCodes(codes, _halves(blocks, 0), _halves(blocks, 2), Q6_OFFSET)
 
 
 def _q8_0(blocks: torch.Tensor) -> GroupCodes:
@@ -81,14 +81,14 @@ def _q4_k(blocks: torch.Tensor) -> GroupCodes:
 def _q5_k(blocks: torch.Tensor) -> GroupCodes:
     high = _bits(blocks[..., 16:48], 1, range(8)) << 4
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2) | high
-    return GroupCodes(codes, *_scales_and_minima(blocks), Q8_OFFSET)
+    return GroupCodes(codes, *_scales_and_minima(blocks), Q6_OFFSET)
 
 
 def _q6_k(blocks: torch.Tensor) -> GroupCodes:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))
     high = _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 2, range(0, 8, 2)) << 4
     scales = blocks[..., 192:208].view(torch.int8) * _halves(blocks, 208)
-    return GroupCodes(low | high, scales, None, Q8_HALVES)
+    return GroupCodes(low | high, scales, None, Q6_HALVES)
 
 
 _READERS: dict[Kind, tuple[int, Callable[[torch.Tensor], GroupCodes]]] = {

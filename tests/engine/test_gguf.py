@@ -179,7 +179,7 @@ def test_a_type_whose_codes_have_no_products_is_dequantized(tmp_path: Path) -> N
         assert not checkpoint.packed
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q5_0, Kind.Q8_0])
 def test_a_model_with_a_tied_embedding_multiplies_codes_and_rounded_inputs(
     kind: Kind, tmp_path: Path
 ) -> None:

@@ -30,9 +30,9 @@ from quire.kernels.cpu.products.group_product import (
     OPERAND_BYTES,
     Q4,
     Q4_OFFSET,
+    Q6_HALVES,
+    Q6_OFFSET,
     Q8,
-    Q8_HALVES,
-    Q8_OFFSET,
     SCALE_FACTOR,
     emit_code_products,
     emit_end,
@@ -86,7 +86,7 @@ PRODUCTS: dict[str, Any] = {
     "seed": st.integers(0, 1000),
 }
 """Sizes and values of products that are compared with exact ones."""
-CODINGS = [Q4, Q4_OFFSET, Q8_OFFSET, Q8_HALVES, Q8]
+CODINGS = [Q4, Q4_OFFSET, Q6_OFFSET, Q6_HALVES, Q8]
 
 
 def pack_as(weight: torch.Tensor, coding: Any) -> GroupWeight:
@@ -169,7 +169,7 @@ def test_the_machine_code_of_codes_in_groups(name: str, most: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Alder Lake is an x86")
 @pytest.mark.parametrize(
-    "stored", ["integer_product.INTEGERS", "group_product.NIBBLES", "group_product.Q8_HALVES"]
+    "stored", ["integer_product.INTEGERS", "group_product.NIBBLES", "group_product.Q6_HALVES"]
 )
 def test_the_kernel_of_a_processor_with_vnni_but_without_avx512(tmp_path: Path, stored: str) -> None:
     program = f"""

@@ -1,12 +1,13 @@
-"""Products of codes of 4 or 8 bits with inputs of 8 bits; both have scales for groups of inputs.
+"""Products of codes of 4, 6 or 8 bits with inputs of 8 bits; both have scales for groups of inputs.
 
 A weight is its code, less a zero point, times the scale of its group, plus an offset of the group if the
 coding has these. Codes are unsigned. In each word of 32 bits, codes of 4 bits have inputs 0 to 3 in the
-lower halves of the bytes and inputs 4 to 7 in the upper halves; codes of 8 bits have 4 inputs. ``vpdpbusd``
-multiplies four of these unsigned by four signed inputs. The sum over the inputs of a scale is exact, so all
-processors compute the same: it begins with minus the zero point times the sum of the inputs. It is
-multiplied by both scales and added to the sum of those before it. The offset times the sum and the scale of
-the group's inputs is added last.
+lower halves of the bytes and inputs 4 to 7 in the upper halves; codes of 8 bits have 4 inputs. Codes of 6
+bits have words of their lower 4 bits, and then words of their upper 2 bits, in which inputs 0 to 3 have the
+lowest bits of the bytes, and inputs 12 to 15 the highest. ``vpdpbusd`` multiplies four of these unsigned by
+four signed inputs. The sum over the inputs of a scale is exact, so all processors compute the same: it begins
+with minus the zero point times the sum of the inputs. It is multiplied by both scales and added to the sum of
+those before it. The offset times the sum and the scale of the group's inputs is added last.
 
     panel   for each group: words of codes, ``[words, TILE_COLUMNS]``; scales of 16 bits, ``[scales,
             TILE_COLUMNS]``; and offsets of 16 bits, ``[TILE_COLUMNS]``
@@ -30,8 +31,8 @@ from quire.kernels.cpu.products.integer_product import (
     scale_and_inverse,
 )
 
-NIBBLES, Q4, Q4_OFFSET, Q8_OFFSET, Q8_HALVES, Q8 = (
-    np.dtype([(name, np.uint8)]) for name in ("w4a8", "q4", "q4_offset", "q8_offset", "q8_halves", "q8")
+NIBBLES, Q4, Q4_OFFSET, Q6_OFFSET, Q6_HALVES, Q8 = (
+    np.dtype([(name, np.uint8)]) for name in ("w4a8", "q4", "q4_offset", "q6_offset", "q6_halves", "q8")
 )
 """NumPy types that stand for these weights in Numba; ``NIBBLES`` are those of the weight dtype w4a8."""
 OPERAND_BYTES = GROUP + 12
@@ -54,8 +55,7 @@ class GroupCoding(NamedTuple):
     """What codes mean.
 
     Attributes:
-        bits: 4 or 8, the bits of a code.
-        most: the largest code: 15, 63 or less, or 255.
+        bits: 4, 6 or 8, the bits of a code.
         zero: the code of the weight 0.
         per_scale: inputs that share a scale, ``GROUP`` or half of it.
         has_offsets: whether groups have offsets.
@@ -63,11 +63,15 @@ class GroupCoding(NamedTuple):
     """
 
     bits: int
-    most: int
     zero: int
     per_scale: int = GROUP
     has_offsets: bool = False
     scale_type: Any = types.int16
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
 
     @property
     def code_bytes(self) -> int:
@@ -81,12 +85,12 @@ class GroupCoding(NamedTuple):
 
 
 GROUP_CODINGS: dict[Any, GroupCoding] = {
-    from_dtype(NIBBLES): GroupCoding(4, 15, 8, scale_type=types.uint16),
-    from_dtype(Q4): GroupCoding(4, 15, 8),
-    from_dtype(Q4_OFFSET): GroupCoding(4, 15, 0, has_offsets=True),
-    from_dtype(Q8_OFFSET): GroupCoding(8, 63, 0, has_offsets=True),
-    from_dtype(Q8_HALVES): GroupCoding(8, 63, 32, per_scale=GROUP // 2),
-    from_dtype(Q8): GroupCoding(8, 255, 128),
+    from_dtype(NIBBLES): GroupCoding(4, 8, scale_type=types.uint16),
+    from_dtype(Q4): GroupCoding(4, 8),
+    from_dtype(Q4_OFFSET): GroupCoding(4, 0, has_offsets=True),
+    from_dtype(Q6_OFFSET): GroupCoding(6, 0, has_offsets=True),
+    from_dtype(Q6_HALVES): GroupCoding(6, 32, per_scale=GROUP // 2),
+    from_dtype(Q8): GroupCoding(8, 128),
 }
 """By the Numba type of the weights."""
 
@@ -109,6 +113,13 @@ def emit_nibbles(builder: Any, words: Any, half: int) -> Any:
 
     shifted = builder.lshr(words, constant(4)) if half else words
     return builder.and_(shifted, constant(0x0F0F0F0F))
+
+
+def emit_upper_bits(builder: Any, words: Any, place: int) -> Any:
+    """Emit the upper 2 bits of codes of 6 bits, from int32 vectors whose bytes have four of them."""
+    distance = ir.Constant(words.type, [abs(4 - 2 * place)] * words.type.count)
+    shifted = builder.shl(words, distance) if place < 2 else builder.lshr(words, distance)
+    return builder.and_(shifted, ir.Constant(words.type, [0x30303030] * words.type.count))
 
 
 def _has_short_sums(most: int, instruction: Instruction) -> bool:
@@ -218,13 +229,20 @@ def read_in_groups(typingctx: Any, group: Any, index: Any, column: Any, stored: 
             stored_factor = widened(builder, coding.scale_type, load(offset, row, 2, _INT16))
             return builder.fmul(stored_factor, ir.Constant(_FLOAT, 1 / SCALE_FACTOR))
 
-        word = load(0, builder.udiv(index, constant(32 // coding.bits)), 4, _INT32)
         byte = builder.mul(builder.urem(index, constant(4)), constant(8))
-        if coding.bits == 4:
-            half = builder.urem(builder.udiv(index, constant(4)), constant(2))
-            byte = builder.add(byte, builder.mul(half, constant(4)))
-        shifted = builder.lshr(word, builder.trunc(byte, _INT32))
-        code = builder.and_(shifted, ir.Constant(_INT32, (1 << coding.bits) - 1))
+
+        def bits(first_word: int, per_word: int) -> Any:
+            """Emit a part of the code, whose word has those of this number of inputs."""
+            num_bits, row = 32 // per_word, builder.udiv(index, constant(per_word))
+            word = load(0, builder.add(row, constant(first_word)), 4, _INT32)
+            place = builder.urem(builder.udiv(index, constant(4)), constant(8 // num_bits))
+            shift = builder.add(byte, builder.mul(place, constant(num_bits)))
+            shifted = builder.lshr(word, builder.trunc(shift, _INT32))
+            return builder.and_(shifted, ir.Constant(_INT32, (1 << num_bits) - 1))
+
+        code = bits(0, 4 if coding.bits == 8 else 8)
+        if coding.bits == 6:
+            code = builder.or_(code, builder.shl(bits(GROUP // 8, 16), ir.Constant(_INT32, 4)))
         value = builder.sitofp(builder.sub(code, ir.Constant(_INT32, coding.zero)), _FLOAT)
         weight = builder.fmul(
             value, factor(coding.code_bytes, builder.udiv(index, constant(coding.per_scale)))

@@ -13,6 +13,9 @@ from quire.kernels.cpu.products.group_product import GROUP_CODINGS, OPERAND_BYTE
 from quire.kernels.cpu.products.integer_weight import quantize_rows
 from quire.kernels.cpu.products.linear import EncodedWeight, num_padded_panels
 
+_PLACES = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+"""Places of the upper bits of 4 codes of 6 bits in a byte."""
+
 
 @dataclass(frozen=True)
 class GroupWeight(EncodedWeight):
@@ -52,13 +55,19 @@ class GroupWeight(EncodedWeight):
         words = self.panels[..., : coding.code_bytes].unflatten(-1, (-1, TILE_COLUMNS, 4))[
             panel, :, :, column
         ]
-        codes = torch.cat([words & 15, words >> 4], dim=-1) if coding.bits == 4 else words
+        codes = words.flatten(-2)
+        if coding.bits < 8:
+            lower = words[..., : GROUP // 8, :]
+            codes = torch.cat([lower & 15, lower >> 4], dim=-1).flatten(-2)
+        if coding.bits == 6:
+            upper = words[..., GROUP // 8 :, None, :] >> _PLACES & 3
+            codes = codes | upper.flatten(-3) << 4
         half = torch.float16 if coding.scale_type == types.int16 else torch.bfloat16
         factors = self.panels[..., coding.code_bytes :].view(half).unflatten(-1, (-1, TILE_COLUMNS))
         # [*indices.shape, groups, scales and perhaps an offset]
         chosen = factors[panel, :, :, column].float() / SCALE_FACTOR
         num_scales = GROUP // coding.per_scale
-        values = codes.flatten(-2).float() - coding.zero
+        values = codes.float() - coding.zero
         values = (values.unflatten(-1, (num_scales, -1)) * chosen[..., :num_scales, None]).flatten(-2)
         if coding.has_offsets:
             values = values + chosen[..., num_scales:]
@@ -92,7 +101,7 @@ def pack_groups(
     if not halves.isfinite().all():
         return None
     # [outputs, groups, words, bytes of a word]
-    octets = codes.unflatten(1, (num_groups, -1, 32 // facts.bits))
+    octets = _words(codes.unflatten(1, (num_groups, GROUP)), facts.bits)
     if part is not None:
         dimension, own = part
         if dimension == 1 and (own.start % GROUP or own.stop % GROUP):
@@ -101,11 +110,22 @@ def pack_groups(
         chosen = (own, slice(None)) if dimension == 0 else (slice(None), groups)
         octets, halves = octets[chosen], halves[chosen]
     out_features, num_groups = octets.shape[:2]
-    if facts.bits == 4:
-        octets = octets[..., :4] | octets[..., 4:] << 4
     num_panels = num_padded_panels(out_features)
     parts = []
     for each in (octets, halves.view(torch.uint8).unflatten(-1, (-1, 2))):
         padded = torch.nn.functional.pad(each, (0, 0) * 3 + (0, num_panels * TILE_COLUMNS - out_features))
         parts.append(padded.unflatten(0, (num_panels, TILE_COLUMNS)).permute(0, 2, 3, 1, 4).flatten(2))
     return GroupWeight(torch.cat(parts, dim=2), out_features, num_groups * GROUP, dtype, coding)
+
+
+def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes ``[..., GROUP]`` as the bytes of words, ``[..., words, 4]``; see ``group_product``."""
+    if bits == 8:
+        words: torch.Tensor = codes.unflatten(-1, (-1, 4))
+        return words
+    first, second = (codes & 15).unflatten(-1, (-1, 2, 4)).unbind(-2)
+    words = first | second << 4
+    if bits == 6:
+        upper = (codes >> 4).unflatten(-1, (-1, 4, 4)) << _PLACES
+        words = torch.cat([words, upper.sum(-2, dtype=torch.uint8)], dim=-2)
+    return words

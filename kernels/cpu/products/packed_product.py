@@ -59,6 +59,7 @@ from quire.kernels.cpu.products.group_product import (
     emit_end,
     emit_nibbles,
     emit_start,
+    emit_upper_bits,
     is_in_groups,
     read_in_groups,
 )
@@ -538,10 +539,20 @@ def _add_codes_of(tile: _Tile, group: Any, start: Any, parts: range, coding: Gro
 
     def codes(step: int) -> dict[int, list[Any]]:
         """Return the codes of two words of inputs, by part."""
-        if coding.bits == 4:
+        if coding.bits < 8:
             words = of_group(4 * TILE_COLUMNS * step, _INT32)
-            return {
+            lower = {
                 part: [emit_nibbles(builder, each, half) for half in range(2)] for part, each in words.items()
+            }
+            if coding.bits == 4:
+                return lower
+            upper = of_group(4 * TILE_COLUMNS * (GROUP // 8 + step // 2), _INT32)
+            return {
+                part: [
+                    builder.or_(each, emit_upper_bits(builder, upper[part], 2 * (step % 2) + half))
+                    for half, each in enumerate(nibbles)
+                ]
+                for part, nibbles in lower.items()
             }
         both = [of_group(4 * TILE_COLUMNS * (2 * step + number), _INT32) for number in range(2)]
         return {part: [each[part] for each in both] for part in parts}
