@@ -71,7 +71,7 @@ _register(
     "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
     "Tensor seq_lens, *, float scale, int? sliding_window=None, bool is_chunked=False, "
     "float? logit_softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, "
-    "int? latent_dim=None, int? max_new_tokens=None) "
+    "int? latent_dim=None, int? max_new_tokens=None, str? arithmetic=None) "
     "-> Tensor"
 )
 _register(
@@ -96,6 +96,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     latent_dim: int | None = None,
+    arithmetic: str | None = None,
 ) -> torch.Tensor:
     """Attend causally with each new token over itself and all earlier tokens of its sequence.
 
@@ -115,6 +116,7 @@ def paged_attention(
         alibi_slopes: ``[num_heads]``; ``slope * (key position - p)`` is added to each score.
         kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, only with 8-bit blocks.
         latent_dim: elements of a latent, the first of a row; None if blocks hold keys and values.
+        arithmetic: name of the order of sums, see ``kernels.cpu.attention.kernel_for``; only on the CPU.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the query's dtype; the last dimension is ``latent_dim`` if
@@ -151,6 +153,7 @@ def paged_attention(
         kv_scales=kv_scales,
         latent_dim=latent_dim,
         max_new_tokens=metadata.max_new_tokens,
+        arithmetic=arithmetic,
     )
     return output
 

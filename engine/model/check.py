@@ -86,6 +86,7 @@ class KvHeads(NamedTuple):
         are_alike: whether all keys and values have this shape.
         states: the states of further layers, which keep no keys and values.
         latent_dim: elements of a latent, see ``KvShape``; 0 if layers keep keys and values.
+        arithmetic: name of attention's order of sums on the CPU.
     """
 
     num_layers: int
@@ -95,6 +96,7 @@ class KvHeads(NamedTuple):
     latent_dim: int = 0
     are_alike: bool = True
     states: StateShape | None = None
+    arithmetic: str | None = None
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -128,7 +130,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     states = _number_states(recurrences)
     if states is not None and not seen:
         return _with_states_only(states)
-    _number([each.layer for each in seen])
+    arithmetic: str | None = getattr(module, "arithmetic", None)
+    _connect([each.layer for each in seen], arithmetic)
     if droppers := dict.fromkeys(each.layer for each in seen if each.drops_step):
         attention.pass_step_to(module, droppers)
     if len({each.latent_dim for each in seen}) > 1:
@@ -148,7 +151,8 @@ def observe_attention(module: torch.nn.Module, config: Any, num_positions: int) 
     head_dim = max(-(-heads * size // num_kv_heads) for heads, size in sizes)
     if states is not None and any(call.window for call in calls):
         raise UnsupportedModelError("it has layers with a state beside layers with a window")
-    return KvHeads(len(seen), num_kv_heads, head_dim, calls, seen[0].latent_dim, len(sizes) == 1, states)
+    latent_dim = seen[0].latent_dim
+    return KvHeads(len(seen), num_kv_heads, head_dim, calls, latent_dim, len(sizes) == 1, states, arithmetic)
 
 
 class _Observed(NamedTuple):
@@ -208,8 +212,10 @@ def _types_of_calls(seen: Sequence[_Observed], config: Any) -> list[str] | None:
     return [types[numbers[each.layer]] for each in seen]
 
 
-def _number(layers: Sequence[torch.nn.Module]) -> None:
-    """Tell the layers that call attention the numbers of their calls, which are their places in the memory.
+def _connect(layers: Sequence[torch.nn.Module], arithmetic: str | None) -> None:
+    """Tell the layers that call attention its arithmetic, and the numbers of their calls.
+
+    The numbers are their places in the memory.
 
     Raises:
         UnsupportedModelError: there is no such layer.
@@ -217,6 +223,7 @@ def _number(layers: Sequence[torch.nn.Module]) -> None:
     if not layers:
         raise UnsupportedModelError("the model has no layer that calls transformers' attention interface")
     for layer in layers:
+        layer.arithmetic = arithmetic  # type: ignore[assignment]
         layer.kv_layers = [number for number, each in enumerate(layers) if each is layer]  # type: ignore[assignment]
 
 
@@ -343,7 +350,7 @@ def _forward(module: torch.nn.Module, memory: KvMemory, states_shape: StateShape
 
 
 def _memory(heads: KvHeads, dtype: torch.dtype, device: torch.device) -> KvMemory:
-    num_layers, num_kv_heads, head_dim, _, latent_dim, _, states = heads
+    num_layers, num_kv_heads, head_dim, _, latent_dim, _, states, _ = heads
     shape = KvShape(num_layers, num_kv_heads, _BLOCK_SIZE, head_dim, dtype_name(dtype), latent_dim=latent_dim)
     return KvMemory(shape if states is None else with_states(shape, states), 6, device, is_pool=False)
 

@@ -17,7 +17,7 @@ from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
 from quire.engine.model.layers.row_layers import RowNorm
 from quire.engine.model.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu import attention, step, threads
+from quire.kernels.cpu import attention, attention_program, step, threads
 from quire.kernels.cpu.attention_tiles import (
     AttentionShape,
     DecodeTiles,
@@ -86,7 +86,7 @@ class CompiledStep:
         self._step = np.zeros(2, step.STEP)
         self._step_address = self._step.ctypes.data
         self._layers = np.zeros(num_layers, step.LAYER)
-        self._attention = np.zeros(num_layers, attention.ARGUMENTS)
+        self._attention = np.zeros(num_layers, attention_program.ARGUMENTS)
         # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
         self._adapted: list[Any] = []
@@ -249,7 +249,7 @@ class CompiledStep:
             _fill_layer(row, layer)
             row["kv"] = kv_layer.data_ptr()
             row["kv_scales"] = 0 if scales is None else scales.data_ptr()
-            row["attention"] = self._attention.ctypes.data + index * attention.ARGUMENTS.itemsize
+            row["attention"] = self._attention.ctypes.data + index * attention_program.ARGUMENTS.itemsize
             arguments["kv"], arguments["kv_scales"] = row["kv"], row["kv_scales"]
             arguments["block_stride"], arguments["value_offset"], arguments["head_stride"] = (
                 kv_layer.stride()[:3]
@@ -273,7 +273,11 @@ class CompiledStep:
             table, is_packed = table.packed.panels, True
         kv_dtype = memory.layers[0].dtype
         kernel = attention.kernel_for(
-            heads.head_dim, shape.block_size, self._num_heads // heads.num_kv_heads, STORAGE[kv_dtype]
+            heads.head_dim,
+            shape.block_size,
+            self._num_heads // heads.num_kv_heads,
+            STORAGE[kv_dtype],
+            arithmetic=heads.arithmetic,
         )
         values = {
             "embedding": self._hold(table),

@@ -145,6 +145,7 @@ def pack_module(
     module = module.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         sums = choose_sums(arithmetic, module.dtype)
+        module.arithmetic = sums.name
         keep_latents(module, weight_dtype, sums.name)
         pack_linear_layers(module, weight_dtype, num_segments, sums.name, packed, allocate)
         pack_experts(module, weight_dtype, sums.name, packed)

@@ -23,7 +23,8 @@ With latent attention all query heads share the rows of the blocks, and a value 
 row. Some heads at a time form a group, so one token of one sequence can still use several threads.
 
 A kernel is compiled for each (head_dim, block_size, group, dtype, latent_dim), since loops of constant length
-are unrolled. Numba caches it on disk. Everything else is an argument.
+are unrolled. Numba caches it on disk. Everything else is an argument. Models with the arithmetic of AMX have
+another kernel, see ``attention_amx``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu import threads
+from quire.kernels.cpu import attention_amx, threads
+from quire.kernels.cpu.attention_program import (
+    ARGUMENTS,
+    ARGUMENTS_TYPE,
+    LOWEST,
+    Array,
+    find_parts,
+    find_stage,
+    first_seen,
+    place_rows,
+)
 from quire.kernels.cpu.attention_tiles import AttentionShape, make_parts, make_tiles, part_tokens, span_blocks
 from quire.kernels.cpu.intrinsics import (
     SQUARE,
@@ -53,8 +64,7 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16
 
 _FEW_ROWS = 32
 """Most rows for which values are read in place; with more rows it is faster to widen them first."""
@@ -62,42 +72,6 @@ _MOST_LATENT_HEADS = 16
 """Most query heads of a group with latent attention."""
 _MIN_THREADED_WORK = 1 << 16
 """With fewer multiplications in a step than this, waking up threads costs more time than it saves."""
-_LOWEST = np.float32(-1e30)
-"""Used instead of minus infinity, since the difference of two infinities is NaN."""
-
-_ADDRESSES = (
-    "query",
-    "kv",
-    "output",
-    "block_tables",
-    "query_starts",
-    "seq_lens",
-    "parts",
-    "tiles",
-    "sinks",
-    "slopes",
-    "kv_scales",
-    "next_program",
-)
-_INTEGERS = (
-    "num_programs",
-    "num_kv_heads",
-    "num_heads",
-    "table_width",
-    "block_stride",
-    "value_offset",
-    "head_stride",
-    "scale_block_stride",
-    "scale_value_offset",
-    "window",
-    "is_chunked",
-)
-ARGUMENTS = np.dtype(
-    [(name, np.int64) for name in _ADDRESSES + _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)],
-    align=True,
-)
-"""Arguments of the kernel; query and output are float32."""
-_ARGUMENTS_TYPE = from_dtype(ARGUMENTS)
 
 
 def paged_attention(
@@ -116,6 +90,7 @@ def paged_attention(
     kv_scales: torch.Tensor | None = None,
     latent_dim: int | None = None,
     max_new_tokens: int | None = None,
+    arithmetic: str | None = None,
 ) -> torch.Tensor:
     """Compute attention over paged blocks on the CPU; see ``ops.paged_attention``."""
     num_tokens, num_heads, head_dim = query.shape
@@ -168,7 +143,7 @@ def paged_attention(
         is_chunked,
     )
     arguments = np.array([(*addresses, *integers, scale, logit_softcap or 0.0)], dtype=ARGUMENTS)
-    kernel = kernel_for(head_dim, block_size, group, STORAGE[kv_layer.dtype], latent_dim)
+    kernel = kernel_for(head_dim, block_size, group, STORAGE[kv_layer.dtype], latent_dim, arithmetic)
     work = int(num_new @ seq_lens.numpy()) * num_heads * head_dim
     num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
     threads.run(kernel.address, arguments.ctypes.data, num_threads)
@@ -195,7 +170,7 @@ def _begin_rows(
     for row in range(num_rows):
         # A sink is a logit without a value: it counts in the row sum and adds nothing to the output.
         sink = sinks[row % group]
-        best[row] = max(sink, _LOWEST)
+        best[row] = max(sink, LOWEST)
         weight[row] = 1.0 if sink > -np.inf else 0.0
         for d in range(value_dim):
             total[row, d] = 0.0
@@ -372,9 +347,9 @@ def _running_softmax(
             scores[row, slot] = 0.0
         return
     for slot in range(low):
-        scores[row, slot] = _LOWEST
+        scores[row, slot] = LOWEST
     for slot in range(high, span):
-        scores[row, slot] = _LOWEST
+        scores[row, slot] = LOWEST
     peak = best[row]
     for slot in range(span):
         peak = max(peak, scores[row, slot])
@@ -393,24 +368,6 @@ def _running_softmax(
     for slot in range(high, span):
         scores[row, slot] = 0.0
     weight[row] += sum_powers(np.int64(scores[row:].ctypes.data), np.int64(span), np.float32(0.0), 1)
-
-
-@compiled
-def _position(args: Any, sequence: int, token: int) -> Any:
-    """Return the position of a new token in its sequence, whose last token has position ``seq_len - 1``."""
-    seq_len = carray(pointer(args.seq_lens + 4 * sequence, np.int32), (1,))[0]
-    end = carray(pointer(args.query_starts + 4 * sequence, np.int32), (2,))[1]
-    return np.int64(seq_len) - (np.int64(end) - token)
-
-
-@compiled
-def _first_seen(args: Any, position: int) -> Any:
-    """Return the first position that a token sees."""
-    if args.window == 0:
-        return 0
-    if args.is_chunked:
-        return position // args.window * args.window
-    return max(0, position - args.window + 1)
 
 
 @compiled
@@ -520,7 +477,7 @@ def _attend_span(
     for row in range(num_rows):
         position = positions[row]
         _apply_softcap_and_alibi(scores, row, span, args.softcap, slopes[row % group], base - position)
-        low = min(span, max(0, _first_seen(args, position) - base))
+        low = min(span, max(0, first_seen(args, position) - base))
         high = max(0, min(num_keys, position + 1 - base))
         _running_softmax(scores, row, low, high, best, weight, total, span, value_dim)
     if has_few_rows:
@@ -548,8 +505,23 @@ def _attend_span(
 
 
 @cache
-def kernel_for(head_dim: int, block_size: int, group: int, storage: Any, latents: int | None = None) -> Any:
-    """Compile the function that each thread runs: it takes the next program until none is left."""
+def kernel_for(
+    head_dim: int,
+    block_size: int,
+    group: int,
+    storage: Any,
+    latents: int | None = None,
+    arithmetic: str | None = None,
+) -> Any:
+    """Compile the function that each thread runs: it takes the next program until none is left.
+
+    Args:
+        arithmetic: the order of sums. ``AMX_BFLOAT16`` needs bfloat16 in whole tiles and no latents; all
+            other blocks have the order of ``FLOAT32``, as without an arithmetic.
+    """
+    is_tiled = arithmetic == AMX_BFLOAT16 and storage is STORAGE[torch.bfloat16] and latents is None
+    if is_tiled and attention_amx.has_kernel(head_dim, block_size):
+        return attention_amx.kernel_for(head_dim, block_size, group)
     latent_dim, value_dim = latents or 0, latents or head_dim
     span = span_blocks(block_size) * block_size
     score_columns = -(-span // TILE_COLUMNS) * TILE_COLUMNS
@@ -577,48 +549,33 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any, latents
             if program >= args.num_programs:
                 break
             kv_head = program % args.num_kv_heads
-            tile = carray(pointer(args.tiles + 24 * (program // args.num_kv_heads), np.int64), (3,))
-            num_parts, num_shared_spans = tile[1] - tile[0], tile[2]
-            parts = carray(pointer(args.parts + 24 * tile[0], np.int64), (num_parts, 3))
+            parts, num_shared = find_parts(args, program)
             sinks = carray(pointer(args.sinks + 4 * kv_head * group, np.float32), (group,))
             slopes = carray(pointer(args.slopes + 4 * kv_head * group, np.float32), (group,))
-            num_all_rows, lowest = np.int64(0), np.int64(1) << 62
-            for part in range(num_parts):
+            end_row: Any = place_rows(args, parts, positions, group)
+            row: Any = np.int64(0)
+            for part in range(parts.shape[0]):
                 num_tokens = parts[part, 2] - parts[part, 1]
                 rows_at = 4 * (parts[part, 1] * num_heads + kv_head * group) * head_dim
                 inputs = carray(pointer(args.query + rows_at, np.float32), (num_tokens, num_heads, head_dim))
-                _read_rows(inputs, query[num_all_rows:], num_tokens, group, head_dim, args.scale)
-                first_position = _position(args, parts[part, 0], parts[part, 1])
-                for row in range(num_tokens * group):
-                    positions[num_all_rows + row] = first_position + row // group
-                num_all_rows += num_tokens * group
-                lowest = min(lowest, first_position)
-            _begin_rows(sinks, best, weight, total, num_all_rows, group, value_dim)
-            # The spans that all parts share are first; then the other spans of each part follow, from the
-            # last part to the first. A part's products spill into the rows behind it, so the part that owns
-            # these rows must be finished before.
-            first_row: Any = np.int64(0)
-            num_rows: Any = num_all_rows
-            end_span: Any = num_shared_spans
-            for stage in range(num_parts + 1):
-                own, first_span, highest = np.int64(0), np.int64(0), num_shared_spans * span - 1
-                if stage > 0:
-                    own, first_span = num_parts - stage, num_shared_spans
-                    num_rows = (parts[own, 2] - parts[own, 1]) * group
-                    first_row = (num_all_rows if stage == 1 else first_row) - num_rows
-                    lowest, highest = positions[first_row], positions[first_row + num_rows - 1]
-                    end_span = highest // span + 1
+                _read_rows(inputs, query[row:], num_tokens, group, head_dim, args.scale)
+                row += num_tokens * group
+            _begin_rows(sinks, best, weight, total, end_row, group, value_dim)
+            for stage in range(parts.shape[0] + 1):
+                own, first_row, first_span, end_span, first_key, end_key = find_stage(
+                    args, parts, num_shared, positions, end_row, stage, group, span
+                )
+                num_rows = end_row - first_row
                 table_at = args.block_tables + 4 * parts[own, 0] * args.table_width
                 table = carray(pointer(table_at, np.int32), (args.table_width,))
-                first_key = _first_seen(args, lowest)
-                for span_index in range(max(first_span, first_key // span), end_span):
+                for span_index in range(first_span, end_span):
                     _attend_span(
                         args,
                         kv_head,
                         table,
                         span_index * span,
                         first_key,
-                        highest + 1,
+                        end_key,
                         slopes,
                         positions[first_row:],
                         query[first_row:],
@@ -648,6 +605,7 @@ def kernel_for(head_dim: int, block_size: int, group: int, storage: Any, latents
                     _write_rows(
                         total[first_row:], weight[first_row:], outputs, num_rows // group, group, value_dim
                     )
+                    end_row = first_row
 
-    signature = types.void(types.CPointer(_ARGUMENTS_TYPE))
+    signature = types.void(types.CPointer(ARGUMENTS_TYPE))
     return compile_kernel(signature, kernel, error_model="numpy")

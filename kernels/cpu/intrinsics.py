@@ -444,7 +444,8 @@ def transpose(
 ) -> Any:
     """Write a square of stored values as float32, transposed, widened and scaled, in registers only.
 
-    ``target[c, r] = scale * widen(source[r, c])`` for ``r, c < size``.
+    ``target[c, r] = scale * widen(source[r, c])`` for ``r, c < size``. From uint32, as the name of pairs of
+    bfloat16, it is the pair of ``source[2 * r, c]`` and ``source[2 * r + 1, c]``, without any change.
 
     Args:
         source, target: addresses.
@@ -460,17 +461,23 @@ def transpose(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source_at, from_stride, target_at, to_stride, factor, _, _ = arguments
-        element = context.get_value_type(stored_type)
+        are_pairs = stored_type == types.uint32
+        element = _INT16 if are_pairs else context.get_value_type(stored_type)
         source_row = builder.inttoptr(source_at, element.as_pointer())
         target_row = builder.inttoptr(target_at, _FLOAT.as_pointer())
         vector = ir.VectorType(_FLOAT, num)
         factors = splat(builder, factor, num)
         rows = []
-        for _ in range(num):
+        for _ in range(2 * num if are_pairs else num):
             row_at = builder.bitcast(source_row, ir.VectorType(element, num).as_pointer())
             row = widened_vector(builder, stored_type, builder.load(row_at, align=1))
             rows.append(builder.fmul(row, factors) if stored_type in _SCALED else row)
             source_row = builder.gep(source_row, [from_stride])
+        if are_pairs:
+            lanes = [lane for i in range(num) for lane in (i, num + i)]
+            mask = ir.Constant(ir.VectorType(_INT32, 2 * num), lanes)
+            halves = zip(rows[::2], rows[1::2], strict=True)
+            rows = [builder.bitcast(builder.shuffle_vector(*each, mask), vector) for each in halves]
         for column in _transposed(builder, rows):
             builder.store(column, builder.bitcast(target_row, vector.as_pointer()), align=4)
             target_row = builder.gep(target_row, [to_stride])

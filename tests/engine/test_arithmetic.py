@@ -33,6 +33,10 @@ PINS: dict[str, Pins] = {
         ("gemma2", "bfloat16", "auto"): "7dbe0ca83cff56c6",
         ("llama", "bfloat16", "auto"): "7afe70d56c720a84",
     },
+    "amx-bf16-2": {
+        ("gemma2", "bfloat16", "auto"): "d253e93d1ac8e558",
+        ("llama", "bfloat16", "auto"): "a1bff7f32070beb9",
+    },
 }
 """For each name of sums: digests of what requests get, by architecture, dtype and weights."""
 FAST = Sums("fast-1", frozenset({torch.bfloat16}), frozenset({"amx-tile", "amx-bf16"}))

@@ -1,4 +1,4 @@
-"""Runs the machine code of products by AMX tiles on a processor without AMX.
+"""Runs the machine code of products and of attention by AMX tiles on a processor without AMX.
 
 Such a processor traps at each instruction of AMX. A handler of this signal decodes the instruction, does its
 work with scalar operations, and continues behind it. It serves one thread.
@@ -21,10 +21,14 @@ import torch
 from llvmlite import binding
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
+from quire.kernels import ops
+from quire.kernels.cpu import attention, attention_amx
+from quire.kernels.cpu.attention_program import ARGUMENTS_TYPE
 from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
 from quire.kernels.cpu.products import integer_weight, linear
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import flush_denormals, restore_denormals
+from tests.kernels.test_cpu import make_case
 
 INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tdpbf16ps", "tdpbusd")
 _FAULT = len(INSTRUCTIONS)
@@ -217,8 +221,26 @@ def compare_integers(num_rows: int, in_features: int, out_features: int) -> None
     assert torch.equal(*(linear.sums(inputs, each, None) for each in (packed, vectors)))
 
 
-def assembly() -> str:
-    """Return the assembly of products by tiles for Intel's Sapphire Rapids."""
+def compare_attention(lengths: list[tuple[int, int]], **shape: Any) -> None:
+    """Compare attention by tiles with that by vectors, for sequences of (cached, new) tokens."""
+    case = make_case(lengths, dtype=torch.bfloat16, **shape)
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+    results = []
+    for by_tiles in (True, False):
+        setattr(attention_amx, "tiles_are_exact", partial(bool, by_tiles))  # noqa: B010
+        attention.kernel_for.cache_clear()
+        before = _COUNTS.copy()
+        results.append(
+            attention.paged_attention(
+                case.query.float(), case.kv_layer, *case.metadata[:3], scale=0.2, arithmetic=AMX_BFLOAT16
+            )
+        )
+        assert ((before < _COUNTS)[[0, 1, 2, 3, 4]] == by_tiles).all()
+    assert torch.equal(*results), (lengths, shape)
+
+
+def assembly() -> list[str]:
+    """Return the assembly of products and of attention by tiles for Intel's Sapphire Rapids."""
 
     def product(address: int) -> None:
         field: Any = np.int64(address)
@@ -226,10 +248,14 @@ def assembly() -> str:
         linear.multiply_unit(operands, 1, 0, TILES)
         linear.multiply_unit(operands, 1, 0, INTEGER_TILES)
 
-    compiled = cfunc(types.void(types.int64))(product)
+    # A kernel that was read from disk has no code to look at.
+    attend = attention_amx.kernel_for(64, 16, 3).__wrapped__
+    kernels = (
+        cfunc(types.void(types.int64))(product),
+        cfunc(types.void(types.CPointer(ARGUMENTS_TYPE)), error_model="numpy")(attend),
+    )
     target = binding.Target.from_default_triple().create_target_machine(cpu="sapphirerapids", opt=3)
-    text: str = target.emit_assembly(binding.parse_assembly(compiled.inspect_llvm()))
-    return text
+    return [target.emit_assembly(binding.parse_assembly(each.inspect_llvm())) for each in kernels]
 
 
 def main() -> None:
@@ -241,8 +267,10 @@ def main() -> None:
     compare(35, 512, 70, 8)
     for num_rows, in_features, out_features in ((1, 64, 70), (3, 64, 70), (17, 96, 130), (33, 2112, 64)):
         compare_integers(num_rows, in_features, out_features)
-    words = assembly().split()
-    written = [words.count(name) for name in INSTRUCTIONS]
+    compare_attention([(0, 20), (70, 1), (64, 40)], group=3)
+    compare_attention([(30, 40)], num_kv_heads=1, head_dim=96, block_size=32)
+    setattr(attention_amx, "tiles_are_exact", partial(bool, True))  # noqa: B010
+    written = [[text.split().count(name) for name in INSTRUCTIONS] for text in assembly()]
     print(json.dumps({"met": _COUNTS.tolist(), "written": written}))
     del kept
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import ops, reference
 from quire.kernels.cpu import attention, attention_tiles
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, FLOAT32
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -96,9 +97,10 @@ def compare(case: Case, **options: object) -> None:
     arguments = (case.query, case.kv_layer, case.metadata)
     options |= {"scale": 0.2, "kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
     expected = reference.paged_attention(*arguments, **options)  # type: ignore[arg-type]
-    actual = ops.paged_attention(*arguments, **options)  # type: ignore[arg-type]
     tolerance = TOLERANCE[case.query.dtype]
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    for arithmetic in (FLOAT32, AMX_BFLOAT16):
+        actual = ops.paged_attention(*arguments, **options, arithmetic=arithmetic)  # type: ignore[arg-type]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 lengths = st.lists(
@@ -126,6 +128,7 @@ shapes = st.sampled_from(
         Shape(torch.float32, 8, 1, 20),
         Shape(torch.float32, 24, 3, 80),
         Shape(torch.bfloat16, 16, 4, 48),
+        Shape(torch.bfloat16, 32, 1, 64),
         Shape(torch.float16, 128, 7, 32),
         Shape(torch.bfloat16, 16, 2, 32, torch.int8),
         Shape(torch.bfloat16, 16, 2, 32, torch.float8_e4m3fn),
@@ -174,20 +177,29 @@ def test_large_scores_do_not_overflow() -> None:
     compare(case._replace(query=case.query * 1000), logit_softcap=30.0)
 
 
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case([(100, 33), (5, 1), (0, 400)])
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"), [(torch.float32, FLOAT32), (torch.bfloat16, AMX_BFLOAT16)], ids=str
+)
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, arithmetic: str) -> None:
+    case = make_case([(100, 33), (5, 1), (0, 400)], dtype=dtype)
     ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-    one_thread = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    options: dict[str, Any] = {"scale": 0.2, "arithmetic": arithmetic}
+    one_thread = ops.paged_attention(case.query, case.kv_layer, case.metadata, **options)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    three_threads = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
+    three_threads = ops.paged_attention(case.query, case.kv_layer, case.metadata, **options)
     assert torch.equal(one_thread, three_threads)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"logit_softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "stored"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)],
+    ("dtype", "stored", "arithmetic"),
+    [
+        (torch.float32, None, FLOAT32),
+        (torch.bfloat16, None, FLOAT32),
+        (torch.bfloat16, torch.int8, FLOAT32),
+        (torch.bfloat16, None, AMX_BFLOAT16),
+    ],
     ids=str,
 )
 def test_sequences_that_share_blocks_have_the_same_bits_as_in_a_batch_of_one(
@@ -195,6 +207,7 @@ def test_sequences_that_share_blocks_have_the_same_bits_as_in_a_batch_of_one(
     stored: torch.dtype | None,
     options: dict[str, float],
     num_threads: int,
+    arithmetic: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
@@ -208,6 +221,7 @@ def test_sequences_that_share_blocks_have_the_same_bits_as_in_a_batch_of_one(
             case.metadata,
             scale=0.2,
             kv_scales=case.kv_scales,
+            arithmetic=arithmetic,
             **options,  # type: ignore[arg-type]
         )
         starts = case.metadata.query_starts.tolist()
@@ -224,17 +238,24 @@ def test_sequences_that_share_blocks_have_the_same_bits_as_in_a_batch_of_one(
                 alone,
                 scale=0.2,
                 kv_scales=case.kv_scales,
+                arithmetic=arithmetic,
                 **options,  # type: ignore[arg-type]
             )
             assert torch.equal(single, batch[first:last])
 
 
-def test_a_sequence_with_nan_does_not_spoil_another() -> None:
-    case = make_case([(0, 40), (0, 20)])
-    case.value[38] = float("nan")
+@pytest.mark.parametrize(
+    ("dtype", "arithmetic"), [(torch.float32, FLOAT32), (torch.bfloat16, AMX_BFLOAT16)], ids=str
+)
+@pytest.mark.parametrize("spoiled", ["key", "value"])
+def test_a_sequence_with_nan_does_not_spoil_another(
+    spoiled: str, dtype: torch.dtype, arithmetic: str
+) -> None:
+    case = make_case([(0, 40), (0, 20)], dtype=dtype)
+    getattr(case, spoiled)[38] = float("nan")
     ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
-    output = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2)
-    assert output[:40].isnan().any()
+    output = ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.2, arithmetic=arithmetic)
+    assert output[38:40].isnan().all()
     assert output[40:].isfinite().all()
 
 
@@ -387,11 +408,21 @@ LATENTS = {"num_kv_heads": 1, "group": 20, "head_dim": 80, "latent_dim": 64}
 
 @pytest.mark.parametrize("shape", [{}, LATENTS], ids=["heads", "latents"])
 @pytest.mark.parametrize(
-    ("dtype", "stored"), [*((each, None) for each in TOLERANCE), (torch.bfloat16, torch.int8)], ids=str
+    ("dtype", "stored", "arithmetic"),
+    [
+        *((each, None, FLOAT32) for each in TOLERANCE),
+        (torch.bfloat16, torch.int8, FLOAT32),
+        (torch.bfloat16, None, AMX_BFLOAT16),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 11}, {"logit_softcap": 3.0}], ids=str)
 def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
-    options: dict[str, Any], dtype: torch.dtype, stored: torch.dtype | None, shape: dict[str, Any]
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    shape: dict[str, Any],
+    arithmetic: str,
 ) -> None:
     """As a prompt, in chunks, among drafts to verify, or one by one: over every edge of blocks and spans."""
     for cached, num_new in ((3, 5), (60, 8), (0, 150), (130, 40)):
@@ -410,6 +441,7 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
                 scale=0.2,
                 kv_scales=case.kv_scales,
                 latent_dim=case.latent_dim,
+                arithmetic=arithmetic,
                 **options,
             )
 

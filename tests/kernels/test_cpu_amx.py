@@ -11,11 +11,14 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels import ops
+from quire.kernels.cpu.attention import paged_attention
 from quire.kernels.cpu.intrinsics import processor_features
 from quire.kernels.cpu.products import amx_product
 from quire.kernels.cpu.products import linear as linear_module
@@ -139,6 +142,74 @@ def random_bfloat16(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:
     return torch.randn((num_rows, num_columns), generator=generator).bfloat16()
 
 
+def exp(x: float) -> float:
+    """Return ``intrinsics.exp`` of a float32, in exact arithmetic."""
+    y = fused(max(x, -87.0), float(np.float32(1.4426950408889634)), 0.0)
+    n = math.floor(add(y, 0.5))
+    f, p = add(y, -n), 0.0
+    for coefficient in (
+        1.535336188319500e-4,
+        1.339887440266574e-3,
+        9.618437357674640e-3,
+        5.550332471162809e-2,
+        2.402264791363012e-1,
+        6.931472028550421e-1,
+        1.0,
+    ):
+        p = fused(p, f, float(np.float32(coefficient)))
+    return math.ldexp(p, n)
+
+
+def attention_of_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return the attention of one row over all keys, in the order of ``attention_amx``.
+
+    Args:
+        query: bfloat16 ``[head_dim]``, whole tiles.
+        keys, values: bfloat16 ``[num_keys, head_dim]``.
+    """
+    best, weight, total = -1e30, 0.0, torch.zeros(1, len(query))
+    for first in range(0, len(keys), 64):
+        scores = tile_product(torch.zeros(1, 64), query[None], _padded(keys[first : first + 64]))[0].tolist()
+        scores = [fused(score, scale, 0.0) for score in scores[: len(keys) - first]]
+        peak = max(best, *scores)
+        shrink = exp(add(best, -peak))
+        weights = torch.zeros(1, 64, dtype=torch.bfloat16)
+        weights[0, : len(scores)] = torch.tensor([exp(add(score, -peak)) for score in scores])
+        best, weight = peak, fused(weight, shrink, 0.0)
+        for each in weights[0].tolist():
+            weight = add(weight, each)
+        total = tile_product(total * shrink, weights, _padded(values[first : first + 64]).T)
+    return total[0] * (torch.tensor(1.0) / torch.tensor(weight))
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, 64 - len(rows)))
+
+
+def test_attention_has_the_bits_of_the_instruction() -> None:
+    num_tokens, head_dim = 75, 32
+    generator = torch.Generator().manual_seed(10)
+    query, keys, values = (
+        torch.randn((3, num_tokens, 1, head_dim), generator=generator)
+        * torch.tensor([3.0, 2.0, 1e-3]).view(3, 1, 1, 1)
+    ).bfloat16()
+    blocks = torch.full((7, 2, 1, 16, head_dim), torch.nan, dtype=torch.bfloat16)
+    table = torch.tensor([[5, 2, 0, 6, 3]], dtype=torch.int32)
+    slots = (table[0][:, None] * 16 + torch.arange(16)).flatten()[:num_tokens].long()
+    ops.write_kv(keys, values, blocks, slots)
+    starts, lengths = (
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.tensor([num_tokens], dtype=torch.int32),
+    )
+    found = paged_attention(query.float(), blocks, table, starts, lengths, scale=0.3, arithmetic=AMX_BFLOAT16)
+    for row in (0, 1, 15, 40, 63, 64, 74):
+        seen = slice(row + 1)
+        expected = attention_of_row(query[row, 0], keys[seen, 0], values[seen, 0], float(np.float32(0.3)))
+        assert torch.equal(found[row, 0], expected), row
+
+
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (130, 96), (192, 2080)])
 def test_bits_do_not_depend_on_other_rows_or_on_threads(out_features: int, in_features: int) -> None:
     packed = pack(random_bfloat16(out_features, in_features, seed=1), AMX_BFLOAT16)
@@ -226,9 +297,9 @@ def test_machine_code_with_tiles_has_the_bits_of_vectors_if_its_instructions_are
     *met, faults = counts["met"]
     assert faults == 0
     assert all(count > 0 for count in met), dict(zip(INSTRUCTIONS, met, strict=True))
-    assert all(count > 0 for count in counts["written"]), dict(
-        zip(INSTRUCTIONS, counts["written"], strict=True)
-    )
+    products, attention = (dict(zip(INSTRUCTIONS, each, strict=True)) for each in counts["written"])
+    assert all(products.values()), products
+    assert {name for name, count in attention.items() if count} == set(INSTRUCTIONS) - {"tdpbusd"}, attention
 
 
 @pytest.mark.skipif(

@@ -102,6 +102,7 @@ def attend(
         alibi_slopes=alibi_slopes,
         kv_scales=kv_scales,
         latent_dim=None if expansion is None else expansion.latent_dim,
+        arithmetic=module.arithmetic,  # type: ignore[arg-type]
     )
     output = output[..., :value_dim] if expansion is None else expansion.values(output)
     return output[None], None

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 FLOAT32 = "float32-1"
 """Name of the order of sums of all other products: that of the inputs."""
-AMX_BFLOAT16 = "amx-bf16-1"
-"""Name of the order of sums of these products."""
+AMX_BFLOAT16 = "amx-bf16-2"
+"""Name of the order of sums of these products, in linear layers and in attention."""
 FEATURES = frozenset({"amx-tile", "amx-bf16"})
 """LLVM's names of the features of processors that have the instruction for bfloat16."""
 INTEGER_FEATURES = frozenset({"amx-tile", "amx-int8"})
