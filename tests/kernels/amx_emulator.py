@@ -28,7 +28,7 @@ from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, p
 from quire.kernels.cpu.products import integer_weight, linear
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import flush_denormals, restore_denormals
-from tests.kernels.test_cpu import make_case
+from tests.testing.attention_cases import make_case
 
 INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tdpbf16ps", "tdpbusd")
 _FAULT = len(INSTRUCTIONS)
