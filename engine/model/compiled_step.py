@@ -30,7 +30,7 @@ from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.intrinsics import STORAGE
 from quire.kernels.cpu.products.linear import UNIT, unit_kernel
 from quire.kernels.cpu.products.low_rank import SLOTS
-from quire.kernels.cpu.products.packed_product import form_of_inputs
+from quire.kernels.cpu.products.packed_product import first_of_form, form_of_inputs
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -77,8 +77,12 @@ class CompiledStep:
         self._shape = AttentionShape(memory.shape.block_size, self._num_heads, heads.num_kv_heads)
         self._decode_tiles = DecodeTiles(self._shape)
         self._part_tokens = part_tokens(self._shape.group, 2 * heads.head_dim)
-        stored = recipe.layers[0].output.packed.stored
-        self._program = step.program(STORAGE[self._dtype], stored, recipe.head.packed.stored)
+        # One program fits all weights whose inputs have the same form, unless it reads embeddings from them.
+        stored = first_of_form(recipe.layers[0].output.packed.stored)
+        head_stored = recipe.head.packed.stored
+        if not isinstance(recipe.embedding, PackedEmbedding):
+            head_stored = first_of_form(head_stored)
+        self._program = step.program(STORAGE[self._dtype], stored, head_stored)
         self._work_per_token = _num_weights(recipe)
         num_layers = len(recipe.layers)
         num_linear = step.COUNTERS_PER_LAYER * num_layers + 1

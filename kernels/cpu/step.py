@@ -798,7 +798,7 @@ def program(storage: Any, stored: Any, head_stored: Any) -> Any:
     Args:
         storage: the NumPy type of the model's dtype.
         stored: a NumPy type of weights whose inputs have the form of the inputs of all its linear layers.
-        head_stored: that of the output layer's weights, and of an embedding that is tied to it.
+        head_stored: such a type for the output layer; that of its weights if the embedding is tied to it.
     """
     item_bytes = np.dtype(storage).itemsize
 

@@ -39,7 +39,7 @@ from quire.kernels.cpu.intrinsics import (
     widened_vector,
 )
 from quire.kernels.cpu.products.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
-from quire.kernels.cpu.products.bfloat16_product import LANES, emit_pair_products
+from quire.kernels.cpu.products.bfloat16_product import LANES, PAIRS, emit_pair_products
 from quire.kernels.cpu.products.coded_product import (
     CODINGS,
     Coding,
@@ -51,6 +51,7 @@ from quire.kernels.cpu.products.coded_product import (
 )
 from quire.kernels.cpu.products.group_product import (
     GROUP_CODINGS,
+    NIBBLES,
     OPERAND_BYTES,
     SCALE_WORD,
     SUM_WORD,
@@ -65,6 +66,7 @@ from quire.kernels.cpu.products.group_product import (
 )
 from quire.kernels.cpu.products.integer_product import (
     INPUTS,
+    INTEGERS,
     PANEL_TRAILER,
     ROW_HEADER,
     emit_integer_products,
@@ -151,6 +153,11 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
 def form_of_inputs(stored: Any) -> int:
     """Return the form in which products with weights of a NumPy type read their inputs."""
     return _FORMS.get(from_dtype(np.dtype(stored)), FLOATS)
+
+
+def first_of_form(stored: Any) -> Any:
+    """Return the NumPy type that stands for all weights whose inputs have the same form."""
+    return (np.float32, PAIRS, INTEGERS, NIBBLES)[form_of_inputs(stored)]
 
 
 @instruction
