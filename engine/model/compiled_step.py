@@ -99,9 +99,8 @@ class CompiledStep:
         self._keeps_all_rows = True
         self._num_positions = 0
         self._frames = np.array(memory.frames)
-        self._num_sums = sum(
-            isinstance(each, RowLinear) for layer in recipe.layers for each in (layer.output, layer.mlp.down)
-        )
+        linears = (*(layer.output for layer in recipe.layers), *(mlp.down for mlp in recipe.mlps))
+        self._num_sums = sum(isinstance(each, RowLinear) for each in linears)
         self._fill_layers(heads, memory)
         self._fill_step(heads, memory)
         self._grow_tables(_FEWEST_POSITIONS)
@@ -114,7 +113,6 @@ class CompiledStep:
         self._grow_tables(int(tensors.positions.max()) + 1)
         self._grow_buffers(max(num_tokens, num_kept))
         logits = self._logits(num_logits)
-        self._counters.fill(0)
         steps, calls = self._step, self._attention
         steps["num_tokens"] = num_tokens, num_kept
         steps["num_logits"] = num_logits
@@ -143,13 +141,35 @@ class CompiledStep:
         calls["num_programs"][-1] = len(last_tiles) * self._shape.num_kv_heads
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
-        threads.run(self._program.address, self._step_address, num_threads)
+        self._run_program(num_tokens, num_kept, num_threads)
         if self._collectives is not None:
             self._collectives.num_rounds += self._num_sums
             self._collectives.meet()
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
+
+    def _run_program(self, num_tokens: int, num_kept: int, num_threads: int) -> None:
+        """Run the program, and between its parts the MLPs that are modules."""
+        first_layer = 0
+        for number, layer in enumerate(self._recipe.layers):
+            if isinstance(layer.mlp, MlpRecipe):
+                continue
+            self._run_part(first_layer, num_threads)
+            first_layer = number + 1
+            num_rows = num_kept if first_layer == len(self._recipe.layers) else num_tokens
+            inputs, update = (self._buffers[name][:num_rows] for name in ("normed", "update"))
+            if num_rows:
+                outputs = layer.mlp(inputs.to(self._dtype)[None])
+                # Some modules also return the choices of experts.
+                outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+                update[:, : inputs.shape[1]] = outputs.flatten(0, -2)
+        self._run_part(first_layer, num_threads)
+
+    def _run_part(self, first_layer: int, num_threads: int) -> None:
+        self._counters.fill(0)
+        self._step["first_layer"] = first_layer
+        threads.run(self._program.address, self._step_address, num_threads)
 
     def hidden_states(self, tensors: StepTensors) -> torch.Tensor:
         """Return float32 ``[num_hidden, hidden_size]`` of the step that has just run."""
@@ -364,11 +384,8 @@ def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:
 
 
 def _num_weights(recipe: StepRecipe) -> int:
-    linears = (
-        each
-        for layer in recipe.layers
-        for each in (*layer.projections, layer.output, layer.mlp.gate, layer.mlp.down)
-    )
+    of_attention = (each for layer in recipe.layers for each in (*layer.projections, layer.output))
+    linears = (*of_attention, *(each for mlp in recipe.mlps for each in (mlp.gate, mlp.down)))
     return sum(each.in_features * each.out_features for each in linears)
 
 
@@ -388,15 +405,21 @@ def _fill_layer(row: Any, layer: LayerRecipe) -> None:
     for name, linear in zip(("query", "key", "value"), layer.projections, strict=False):
         row[name] = _linear(linear)
     row["query_scale"] = layer.query_scale
-    for name, linear in (("output", layer.output), ("down", layer.mlp.down)):
-        row[name] = _linear(linear)
-        if isinstance(linear, RowLinear):
-            row[f"{name}_borders"] = linear.borders.ctypes.data
-            row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
-    _fill_mlp(row, layer.mlp)
+    _fill_added(row, "output", layer.output)
+    if isinstance(layer.mlp, MlpRecipe):
+        _fill_mlp(row, layer.mlp)
+
+
+def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:
+    """Fill in a linear layer whose output is added to the residual stream."""
+    row[name] = _linear(linear)
+    if isinstance(linear, RowLinear):
+        row[f"{name}_borders"] = linear.borders.ctypes.data
+        row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
 
 
 def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
+    _fill_added(row, "down", mlp.down)
     row["activation"] = mlp.activation.kind
     num_units = -(-mlp.size // UNIT)
     row["gate"] = (*_linear(mlp.gate)[:-1], num_units)
@@ -449,6 +472,8 @@ def find_recipe(
     try:
         recipe = read_recipe(module)
         _check_heads(recipe, heads)
+        if recipe.has_modules and collectives is not None:
+            raise NoRecipeError("its experts are divided among ranks")
 
         def other(memory: KvMemory) -> Forward:
             return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
@@ -466,8 +491,9 @@ def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
         raise NoRecipeError("its keys and values, or its layers, differ in shape")
     dtype, form = _dtype(recipe), form_of_inputs(recipe.layers[0].output.packed.stored)
     for layer in recipe.layers:
-        mlp = layer.mlp
-        linears = (*layer.projections, layer.output, mlp.gate, mlp.up or mlp.gate, mlp.down)
+        linears = [*layer.projections, layer.output]
+        if isinstance(mlp := layer.mlp, MlpRecipe):
+            linears += [mlp.gate, mlp.up or mlp.gate, mlp.down]
         if any((each.packed.dtype, form_of_inputs(each.packed.stored)) != (dtype, form) for each in linears):
             raise NoRecipeError("its linear layers have different dtypes or forms of inputs")
         if len(layer.projections) not in (1, 3) or layer.output.in_features % heads.head_dim:

@@ -1,9 +1,10 @@
 """Reads the computation of a model from its modules, so that a program can run it without them.
 
 A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
-and adds the results of attention and of the MLP to the residual stream. A model is refused if the recipe does
-not use one of its modules with weights. The recipe cannot show what a module computes beyond its weights. The
-program's logits are therefore compared with the modules' logits before it is used (see ``compiled_step``).
+and adds the results of attention and of the MLP to the residual stream. An MLP with experts stays a module,
+which is called between two parts of the program. A model is refused if the recipe does not use one of its
+modules with weights. The recipe cannot show what a module computes beyond its weights. The program's logits
+are therefore compared with the modules' logits before it is used (see ``compiled_step``).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class LayerRecipe:
         projections: the linear layers of queries, keys and values, or one for all of them.
         query_scale: factor of the queries, in addition to the one that attention applies.
         rotation: index of the layer's rotation in ``StepRecipe.rotations``; None if it has none.
+        mlp: a module if it has experts.
     """
 
     attention_norm: RowNorm
@@ -69,7 +71,7 @@ class LayerRecipe:
     output: PackedLinear
     after_attention_norm: RowNorm | None
     mlp_norm: RowNorm
-    mlp: MlpRecipe
+    mlp: MlpRecipe | torch.nn.Module
     after_mlp_norm: RowNorm | None
 
 
@@ -96,6 +98,16 @@ class StepRecipe:
     final_norm: RowNorm | None
     head: PackedLinear
     finish: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @property
+    def mlps(self) -> list[MlpRecipe]:
+        """The MLPs that are no modules."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpRecipe)]
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules compute some MLPs."""
+        return len(self.mlps) < len(self.layers)
 
 
 def read_recipe(model: PreTrainedModel) -> StepRecipe:
@@ -162,7 +174,11 @@ class _Reader:
         )
 
     def _llama_layer(self, layer: Any, rotation: int | None) -> LayerRecipe:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+        if hasattr(attention, "sinks"):
+            # The calls of attention have them.
+            self._taken.add(id(attention))
         has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         return LayerRecipe(
@@ -180,9 +196,13 @@ class _Reader:
                 _child(layer, "pre_feedforward_layernorm" if has_four_norms else "post_attention_layernorm"),
                 RowNorm,
             ),
-            mlp=self._gated_mlp(mlp),
+            mlp=self._with_experts(mlp) if hasattr(mlp, "experts") else self._gated_mlp(mlp),
             after_mlp_norm=self._optional_norm(layer, "post_feedforward_layernorm"),
         )
+
+    def _with_experts(self, mlp: torch.nn.Module) -> torch.nn.Module:
+        self._taken.update(map(id, mlp.modules()))
+        return mlp
 
     def _gated_mlp(self, mlp: Any) -> MlpRecipe:
         activation = self._take(
@@ -284,7 +304,12 @@ class _Reader:
         dtype, arguments = self._model.dtype, (kind,) if kind else ()
 
         def rotate(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            cosines, sines = module(torch.empty((1, 1), dtype=dtype), positions[None], *arguments)
+            both = module(torch.empty((1, 1), dtype=dtype), positions[None], *arguments)
+            frequencies = getattr(module, "inv_freq", None)
+            if frequencies is not None and both[0].shape[-1] == len(frequencies):
+                # gpt-oss rotates both halves by the same numbers.
+                both = tuple(torch.cat((each, each), dim=-1) for each in both)
+            cosines, sines = both
             return cosines[0], sines[0]
 
         return rotate

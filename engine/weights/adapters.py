@@ -72,7 +72,7 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
         raise UnsupportedAdapterError("adapters run on the CPU only")
     if model.collectives is not None:
         raise UnsupportedAdapterError("adapters do not work with several ranks (--tensor-parallel-size)")
-    if model.recipe is None:
+    if model.recipe is None or model.recipe.has_modules:
         raise UnsupportedAdapterError(
             f"adapters need a model that runs as one program, and {model.module.config.model_type} runs "
             "module by module"
@@ -120,8 +120,7 @@ def load_adapter(path: str, model: LoadedModel) -> Adapter:
 def _places(recipe: StepRecipe, model: LoadedModel) -> dict[str, tuple[PackedLinear, list[_Place]]]:
     """Return the linear layers that can have an adapter by name, each with its places in a step."""
     by_linear: dict[PackedLinear, list[_Place]] = defaultdict(list)
-    for number, layer in enumerate(recipe.layers):
-        mlp = layer.mlp
+    for number, (layer, mlp) in enumerate(zip(recipe.layers, recipe.mlps, strict=True)):
         first = len(LINEARS) * number
         for offset, linear in enumerate((*layer.projections, layer.output)):
             index = LINEARS.index("output") if linear is layer.output else offset

@@ -174,7 +174,9 @@ def load_model(
         eos_token_ids=_eos_token_ids(folder, text_config),
         heads=heads,
         recipe=recipe,
-        arithmetic=arithmetic_name(choose_sums(arithmetic, module.dtype), device, recipe is not None),
+        arithmetic=arithmetic_name(
+            choose_sums(arithmetic, module.dtype), device, recipe is not None and not recipe.has_modules
+        ),
         collectives=collectives,
         own_kv_heads=own_kv_heads,
         shared_bytes=shared_bytes,

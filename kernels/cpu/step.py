@@ -3,6 +3,9 @@
 Calling a model's modules costs more time than a small model computes. Here each thread enters the program
 once per step. It takes work from counters that the threads share, and waits at a barrier between phases.
 
+A layer without a gate has its MLP elsewhere: the program then ends with the MLP's inputs in ``normed``, and
+goes on at the next layer when it is called again, with the MLP's outputs in ``update``.
+
 All values between operations are float32, rounded to the model's dtype where the modules would store them.
 """
 
@@ -120,6 +123,7 @@ _INTEGERS = (
     "num_tokens",
     "num_logits",
     "last_round",
+    "first_layer",
     "num_layers",
     "hidden_size",
     "num_heads",
@@ -698,17 +702,24 @@ def _project(
 def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, head_stored: Any) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))
+    first_layer, num_layers = args.first_layer, args.num_layers
+    if first_layer == num_layers:
+        args = kept
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads
-    layers = carray(pointer(args.layers, LAYER), (args.num_layers,))
+    layers = carray(pointer(args.layers, LAYER), (num_layers,))
     size, attended_size = args.hidden_size, args.num_heads * args.head_dim
-    _embed(args, first, end, storage, item_bytes, head_stored)
-    _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
+    if first_layer == 0:
+        _embed(args, first, end, storage, item_bytes, head_stored)
+        _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
+    else:
+        next_norm = args.no_norm if first_layer == num_layers else layers[first_layer].attention_norm
+        _add_update(args, layers[first_layer - 1].after_mlp_norm, next_norm, first, end, storage, stored)
     phase = _wait(args, num_threads, np.int64(0))
     round_number = np.int64(args.last_round)
-    for index in range(args.num_layers):
+    for index in range(first_layer, num_layers):
         layer = layers[index]
-        is_last = index == args.num_layers - 1
+        is_last = index == num_layers - 1
         counters = args.counters + 8 * COUNTERS_PER_LAYER * index
         linears = _NUM_LINEARS * index
         phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
@@ -759,6 +770,8 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
             item_bytes,
         )
         _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
+        if layer.gate.num_units == 0:
+            return
         phase = _wait(args, num_threads, phase)
         at = linears + _GATE
         phase = _project(args, at, _DOWN - _GATE, args.normed, size, thread, num_threads, phase, storage)

@@ -28,7 +28,9 @@ def num_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(("architecture", "has_recipe"), [("llama", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("architecture", "has_recipe"), [("llama", True), ("mixtral", True), ("gpt_neox", False)]
+)
 def test_only_the_first_worker_computes_with_the_model(
     tiny_model: Callable[[str], Path],
     file: WeightsFile,

@@ -20,16 +20,18 @@ COVERED = [
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),
     *("gpt2", "opt"),
 ]
+WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"]
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", COVERED)
+@pytest.mark.parametrize("architecture", COVERED + WITH_EXPERTS)
 def test_a_program_gives_the_bits_of_the_modules(
     tiny_model: Callable[[str], Path], architecture: str, dtype: str
 ) -> None:
     model = load_model(str(tiny_model(architecture)), dtype, CPU)
     assert model.recipe is not None
+    assert model.recipe.has_modules == (architecture in WITH_EXPERTS)
     assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
@@ -85,7 +87,6 @@ def test_a_module_without_a_place_is_not_ignored(tiny_model: Callable[[str], Pat
 
 
 def test_a_layer_without_a_known_part_is_no_error(tiny_model: Callable[[str], Path]) -> None:
-    """As those of ``granitemoe``, which have experts in the place of an MLP."""
     module = load_model(str(tiny_model("llama")), "float32", CPU).module
     del module.model.layers[1].mlp
     problem = "LlamaForCausalLM has another shape than Llama, GPT-2 and OPT: LlamaDecoderLayer has no mlp"

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import dequant
 
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
+from quire.engine.model.step_recipe import MlpRecipe
 from quire.engine.weights.checkpoint import open_checkpoint
 from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
 from quire.engine.weights.loader import LoadedModel, load_model
@@ -218,6 +219,7 @@ def test_a_file_of_several_types_runs_as_one_program(tmp_path: Path) -> None:
     )
     assert model.recipe is not None
     (layer,) = model.recipe.layers
+    assert isinstance(layer.mlp, MlpRecipe)
     assert layer.mlp.up is not None
     linears = (*layer.projections, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
     assert len({each.packed.stored for each in linears}) == 4
