@@ -73,9 +73,9 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
     if model.collectives is not None:
         raise UnsupportedAdapterError("adapters do not work with several ranks (--tensor-parallel-size)")
     if model.recipe is None or model.recipe.has_modules:
+        problem = "has experts" if model.recipe else "runs module by module"
         raise UnsupportedAdapterError(
-            f"adapters need a model that runs as one program, and {model.module.config.model_type} runs "
-            "module by module"
+            f"adapters need a model that runs as one program, and {model.module.config.model_type} {problem}"
         )
     return model.recipe
 
