@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,19 @@ from transformers import PreTrainedModel
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import Forward, KvHeads, runs_alike
 from quire.engine.model.collectives import Collectives
+from quire.engine.model.layers.attention import PagedStep
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
 from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
 from quire.engine.model.layers.row_layers import RowNorm
-from quire.engine.model.step_recipe import LayerRecipe, MlpRecipe, NoRecipeError, StepRecipe, read_recipe
+from quire.engine.model.states import States
+from quire.engine.model.step_recipe import (
+    AttentionRecipe,
+    LayerRecipe,
+    MlpRecipe,
+    NoRecipeError,
+    StepRecipe,
+    read_recipe,
+)
 from quire.engine.model.step_tensors import StepTensors
 from quire.kernels.cpu import attention, attention_program, step, threads
 from quire.kernels.cpu.attention_tiles import (
@@ -73,12 +84,17 @@ class CompiledStep:
         self._collectives = collectives
         self._dtype = _dtype(recipe)
         self._vocab_size = vocab_size
-        self._num_heads = recipe.layers[0].output.in_features // heads.head_dim
-        self._shape = AttentionShape(memory.shape.block_size, self._num_heads, heads.num_kv_heads)
+        self._states = None if heads.states is None else States(memory, heads.states)
+        self._memory = memory
+        self._num_heads = (
+            max((each.output.in_features for each in recipe.attentions), default=0) // heads.head_dim
+        )
+        num_heads = max(self._num_heads, heads.num_kv_heads)
+        self._shape = AttentionShape(memory.shape.block_size, num_heads, heads.num_kv_heads)
         self._decode_tiles = DecodeTiles(self._shape)
         self._part_tokens = part_tokens(self._shape.group, 2 * heads.head_dim)
         # One program fits all weights whose inputs have the same form, unless it reads embeddings from them.
-        stored = first_of_form(recipe.layers[0].output.packed.stored)
+        stored = first_of_form(_linears(recipe)[0].packed.stored)
         head_stored = recipe.head.packed.stored
         if not isinstance(recipe.embedding, PackedEmbedding):
             head_stored = first_of_form(head_stored)
@@ -98,9 +114,11 @@ class CompiledStep:
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._keeps_all_rows = True
         self._num_positions = 0
-        self._frames = np.array(memory.frames)
-        linears = (*(layer.output for layer in recipe.layers), *(mlp.down for mlp in recipe.mlps))
-        self._num_sums = sum(isinstance(each, RowLinear) for each in linears)
+        attentions = [layer.attention for layer in recipe.layers]
+        self._frames = np.array(
+            [memory.frames[each.number] if isinstance(each, AttentionRecipe) else 0 for each in attentions]
+        )
+        self._num_sums = sum(isinstance(each, RowLinear) for each in _linears(recipe))
         self._fill_layers(heads, memory)
         self._fill_step(heads, memory)
         self._grow_tables(_FEWEST_POSITIONS)
@@ -141,7 +159,7 @@ class CompiledStep:
         calls["num_programs"][-1] = len(last_tiles) * self._shape.num_kv_heads
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
-        self._run_program(num_tokens, num_kept, num_threads)
+        self._run_program(tensors, num_threads)
         if self._collectives is not None:
             self._collectives.num_rounds += self._num_sums
             self._collectives.meet()
@@ -149,26 +167,71 @@ class CompiledStep:
         finish = self._recipe.finish
         return chosen if finish is None else finish(chosen.to(self._dtype))
 
-    def _run_program(self, num_tokens: int, num_kept: int, num_threads: int) -> None:
-        """Run the program, and between its parts the MLPs that are modules."""
-        first_layer = 0
+    def _run_program(self, tensors: StepTensors, num_threads: int) -> None:
+        """Run the program, and between its parts the modules."""
+        first_layer, begins_with_mlp = 0, False
+        options = self._options(tensors)
         for number, layer in enumerate(self._recipe.layers):
-            if isinstance(layer.mlp, MlpRecipe):
-                continue
-            self._run_part(first_layer, num_threads)
-            first_layer = number + 1
-            num_rows = num_kept if first_layer == len(self._recipe.layers) else num_tokens
-            inputs, update = (self._buffers[name][:num_rows] for name in ("normed", "update"))
-            if num_rows:
-                outputs = layer.mlp(inputs.to(self._dtype)[None])
-                # Some modules also return the choices of experts.
-                outputs = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-                update[:, : inputs.shape[1]] = outputs.flatten(0, -2)
-        self._run_part(first_layer, num_threads)
+            if isinstance(layer.attention, torch.nn.Module):
+                self._run_part(first_layer, begins_with_mlp, num_threads)
+                first_layer, begins_with_mlp = number, True
+                is_last = number == len(self._recipe.layers) - 1
+                self._run_mixer(layer.attention, options, tensors.logit_rows if is_last else None)
+            if isinstance(layer.mlp, torch.nn.Module):
+                self._run_part(first_layer, begins_with_mlp, num_threads)
+                first_layer, begins_with_mlp = number + 1, False
+                is_last = first_layer == len(self._recipe.layers)
+                self._run_mlp(layer.mlp, len(tensors.logit_rows if is_last else tensors.input_ids))
+        self._run_part(first_layer, begins_with_mlp, num_threads)
 
-    def _run_part(self, first_layer: int, num_threads: int) -> None:
+    def _options(self, tensors: StepTensors) -> dict[str, Any]:
+        """Return the arguments of the modules that have the place of attention, if there are any."""
+        if len(self._recipe.attentions) == len(self._recipe.layers):
+            return {}
+        rotary, memory, positions = self._recipe.rotary, self._memory, tensors.positions[None]
+        inputs = self._inputs(len(tensors.input_ids))
+        return {
+            "position_embeddings": None if rotary is None else rotary(inputs, positions),
+            "attention_mask": None,
+            "position_ids": positions,
+            "past_key_values": None,
+            "paged_step": PagedStep(
+                tensors.metadata, memory.layers, memory.scales, iter(()), memory.frames, self._states
+            ),
+        }
+
+    def _run_mixer(
+        self, module: torch.nn.Module, options: dict[str, Any], kept_rows: torch.Tensor | None
+    ) -> None:
+        """Run what a layer has in the place of attention, and keep some rows; None keeps all."""
+        paged_step = options["paged_step"]
+        inputs = self._inputs(len(options["position_ids"][0]))
+        numbers = iter(getattr(module, "kv_layers", ()))
+        outputs = module(
+            hidden_states=inputs, **{**options, "paged_step": paged_step._replace(numbers=numbers)}
+        )
+        rows = _rows(outputs)
+        if kept_rows is not None and not self._keeps_all_rows:
+            rows, size = rows[kept_rows], inputs.shape[-1]
+            copies = self._buffers[_KEPT["hidden"]].view(-1)[: len(rows) * size]
+            copies.view(-1, size).copy_(self._buffers["hidden"][kept_rows])
+        self._update(rows)
+
+    def _run_mlp(self, module: torch.nn.Module, num_rows: int) -> None:
+        if num_rows:
+            self._update(_rows(module(self._inputs(num_rows))))
+
+    def _inputs(self, num_rows: int) -> torch.Tensor:
+        """Return the inputs of a module, ``[1, num_rows, hidden_size]``."""
+        return self._buffers["normed"][:num_rows].to(self._dtype)[None]
+
+    def _update(self, rows: torch.Tensor) -> None:
+        """Keep what a module adds to the residual stream."""
+        self._buffers["update"][: rows.shape[0], : rows.shape[1]] = rows
+
+    def _run_part(self, first_layer: int, begins_with_mlp: bool, num_threads: int) -> None:
         self._counters.fill(0)
-        self._step["first_layer"] = first_layer
+        self._step["first_layer"], self._step["begins_with_mlp"] = first_layer, begins_with_mlp
         threads.run(self._program.address, self._step_address, num_threads)
 
     def hidden_states(self, tensors: StepTensors) -> torch.Tensor:
@@ -260,49 +323,44 @@ class CompiledStep:
         ]
         self._step["rotary_dim"] = self._tables[0][0].shape[1]
         for row, layer in zip(self._layers, self._recipe.layers, strict=True):
-            if layer.rotation is not None:
-                row["cosines"], row["sines"] = (each.data_ptr() for each in self._tables[layer.rotation])
+            if isinstance(layer.attention, AttentionRecipe) and layer.attention.rotation is not None:
+                tables = self._tables[layer.attention.rotation]
+                row["cosines"], row["sines"] = (each.data_ptr() for each in tables)
 
     def _fill_layers(self, heads: KvHeads, memory: KvMemory) -> None:
-        none = self._hold(torch.zeros(self._num_heads))
-        lowest = self._hold(torch.full((self._num_heads,), -torch.inf))
-        first_counter = 2 * _CACHE_LINE + step.COUNTERS_PER_LAYER * len(heads.calls) + 1
-        for index, (layer, call) in enumerate(zip(self._recipe.layers, heads.calls, strict=True)):
-            row, arguments = self._layers[index], self._attention[index]
-            kv_layer, scales = memory.layers[index], memory.scales[index]
-            _fill_layer(row, layer)
-            row["kv"] = kv_layer.data_ptr()
-            row["kv_scales"] = 0 if scales is None else scales.data_ptr()
-            row["attention"] = self._attention.ctypes.data + index * attention_program.ARGUMENTS.itemsize
-            arguments["kv"], arguments["kv_scales"] = row["kv"], row["kv_scales"]
-            arguments["block_stride"], arguments["value_offset"], arguments["head_stride"] = (
-                kv_layer.stride()[:3]
-            )
-            if scales is not None:
-                arguments["scale_block_stride"], arguments["scale_value_offset"] = scales.stride()[:2]
-            arguments["sinks"] = lowest if call.sinks is None else self._hold(call.sinks.float().clone())
-            arguments["slopes"] = none
-            arguments["next_program"] = self._counters.ctypes.data + 8 * (first_counter + index)
-            arguments["num_kv_heads"], arguments["num_heads"] = heads.num_kv_heads, self._num_heads
-            arguments["window"], arguments["is_chunked"] = call.window or 0, call.is_chunked
-            arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
+        for index, layer in enumerate(self._recipe.layers):
+            _fill_layer(self._layers[index], layer)
+            if isinstance(layer.attention, AttentionRecipe):
+                self._fill_attention(index, layer.attention.number, heads, memory)
+
+    def _fill_attention(self, index: int, number: int, heads: KvHeads, memory: KvMemory) -> None:
+        """Fill in how a layer calls attention, which is the call of this number."""
+        call, kv_layer, scales = heads.calls[number], memory.layers[number], memory.scales[number]
+        row, arguments = self._layers[index], self._attention[index]
+        first_counter = 2 * _CACHE_LINE + step.COUNTERS_PER_LAYER * len(self._layers) + 1
+        row["kv"] = kv_layer.data_ptr()
+        row["kv_scales"] = 0 if scales is None else scales.data_ptr()
+        row["attention"] = self._attention.ctypes.data + index * attention_program.ARGUMENTS.itemsize
+        arguments["kv"], arguments["kv_scales"] = row["kv"], row["kv_scales"]
+        arguments["block_stride"], arguments["value_offset"], arguments["head_stride"] = kv_layer.stride()[:3]
+        if scales is not None:
+            arguments["scale_block_stride"], arguments["scale_value_offset"] = scales.stride()[:2]
+        sinks = (
+            torch.full((self._num_heads,), -torch.inf) if call.sinks is None else call.sinks.float().clone()
+        )
+        arguments["sinks"], arguments["slopes"] = self._hold(sinks), self._hold(torch.zeros(self._num_heads))
+        arguments["next_program"] = self._counters.ctypes.data + 8 * (first_counter + index)
+        arguments["num_kv_heads"], arguments["num_heads"] = heads.num_kv_heads, self._num_heads
+        arguments["window"], arguments["is_chunked"] = call.window or 0, call.is_chunked
+        arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
 
     def _fill_step(self, heads: KvHeads, memory: KvMemory) -> None:
         recipe, steps = self._recipe, self._step
-        first = recipe.layers[0]
-        shape = memory.shape
-        key_column, value_column, stride = _columns(first, self._num_heads, heads)
+        shape, hidden_size = memory.shape, recipe.head.in_features
         table, is_packed = recipe.embedding, False
         if isinstance(table, PackedEmbedding):
             table, is_packed = table.packed.panels, True
         kv_dtype = memory.layers[0].dtype
-        kernel = attention.kernel_for(
-            heads.head_dim,
-            shape.block_size,
-            self._num_heads // heads.num_kv_heads,
-            STORAGE[kv_dtype],
-            arithmetic=heads.arithmetic,
-        )
         values = {
             "embedding": self._hold(table),
             "is_embedding_packed": is_packed,
@@ -314,17 +372,13 @@ class CompiledStep:
             "arrivals": self._counters.ctypes.data + 8 * _CACHE_LINE,
             "team_size": threads.team_size_address(),
             "yield_core": threads.yield_address(),
-            "attend": kernel.address,
             "exchange": self._exchange_address(),
             "num_layers": len(recipe.layers),
-            "hidden_size": first.output.out_features,
+            "hidden_size": hidden_size,
             "num_heads": self._num_heads,
             "num_kv_heads": heads.num_kv_heads,
             "head_dim": heads.head_dim,
-            "key_column": key_column,
-            "value_column": value_column,
-            "qkv_stride": stride,
-            "update_stride": first.output.packed.num_units * UNIT,
+            "update_stride": -(-hidden_size // UNIT) * UNIT,
             "mlp_stride": int(max(row["gate"]["num_units"] for row in self._layers)) * UNIT,
             "logits_stride": self._logits_width,
             "block_size": shape.block_size,
@@ -339,6 +393,17 @@ class CompiledStep:
         if memory.scales[0] is not None:
             values["scale_block_stride"], values["scale_value_offset"] = memory.scales[0].stride()[:2]
             values["scale_per_magnitude"] = KV_FORMATS[kv_dtype].scale_per_magnitude
+        if recipe.attentions:
+            kernel = attention.kernel_for(
+                heads.head_dim,
+                shape.block_size,
+                self._shape.group,
+                STORAGE[kv_dtype],
+                arithmetic=heads.arithmetic,
+            )
+            columns = _columns(recipe.attentions[0], self._num_heads, heads)
+            values["attend"] = kernel.address
+            values |= zip(("key_column", "value_column", "qkv_stride"), columns, strict=True)
         for name, value in values.items():
             steps[name] = value
         steps["head"] = _linear(recipe.head)
@@ -365,6 +430,11 @@ class CompiledStep:
         return held.data_ptr()
 
 
+def _rows(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the rows that a module computes; some modules return more than that."""
+    return (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).flatten(0, -2)
+
+
 def _dtype(recipe: StepRecipe) -> torch.dtype:
     return recipe.head.packed.dtype
 
@@ -383,13 +453,18 @@ def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:
     return torch.stack((sequences, rows, rows + 1), dim=1).numpy()
 
 
+def _linears(recipe: StepRecipe) -> list[PackedLinear]:
+    """Return the linear layers that the program computes; the output layer only if there are no others."""
+    of_attention = [layer for each in recipe.attentions for layer in (*each.projections, each.output)]
+    of_mlps = [layer for each in recipe.mlps for layer in (each.gate, each.up or each.gate, each.down)]
+    return of_attention + of_mlps or [recipe.head]
+
+
 def _num_weights(recipe: StepRecipe) -> int:
-    of_attention = (each for layer in recipe.layers for each in (*layer.projections, layer.output))
-    linears = (*of_attention, *(each for mlp in recipe.mlps for each in (mlp.gate, mlp.down)))
-    return sum(each.in_features * each.out_features for each in linears)
+    return sum(each.in_features * each.out_features for each in _linears(recipe))
 
 
-def _columns(layer: LayerRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
+def _columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
     """Return the first column of keys and of values behind the queries, and the number of columns."""
     ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
     if len(ends) == 3:
@@ -399,13 +474,14 @@ def _columns(layer: LayerRecipe, num_heads: int, heads: KvHeads) -> tuple[int, i
 
 
 def _fill_layer(row: Any, layer: LayerRecipe) -> None:
-    for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm", "mlp_norm"):
+    for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
         row[name] = _norm(getattr(layer, name))
-    row["after_mlp_norm"] = _norm(layer.after_mlp_norm)
-    for name, linear in zip(("query", "key", "value"), layer.projections, strict=False):
-        row[name] = _linear(linear)
-    row["query_scale"] = layer.query_scale
-    _fill_added(row, "output", layer.output)
+    if isinstance(attention := layer.attention, AttentionRecipe):
+        row["query_norm"], row["key_norm"] = _norm(attention.query_norm), _norm(attention.key_norm)
+        for name, linear in zip(("query", "key", "value"), attention.projections, strict=False):
+            row[name] = _linear(linear)
+        row["query_scale"] = attention.query_scale
+        _fill_added(row, "output", attention.output)
     if isinstance(layer.mlp, MlpRecipe):
         _fill_mlp(row, layer.mlp)
 
@@ -473,12 +549,14 @@ def find_recipe(
         recipe = read_recipe(module)
         _check_heads(recipe, heads)
         if recipe.has_modules and collectives is not None:
-            raise NoRecipeError("its experts are divided among ranks")
+            raise NoRecipeError("parts of its layers are modules, which divide themselves among ranks")
 
         def other(memory: KvMemory) -> Forward:
             return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
 
-        if not runs_alike(module, heads, vocab_size, num_positions, other):
+        with _refusing_modules(recipe):
+            is_alike = runs_alike(module, heads, vocab_size, num_positions, other)
+        if not is_alike:
             raise NoRecipeError("as one program it would give other bits")
     except NoRecipeError as error:
         logger.info("%s runs module by module: %s", module.config.model_type, error)
@@ -486,15 +564,26 @@ def find_recipe(
     return recipe
 
 
+@contextmanager
+def _refusing_modules(recipe: StepRecipe) -> Iterator[None]:
+    """Turn any exception of a recipe with modules into a NoRecipeError: they may need other arguments."""
+    try:
+        yield
+    except NoRecipeError:
+        raise
+    except Exception as error:
+        if not recipe.has_modules:
+            raise
+        raise NoRecipeError(f"a module cannot be called alone: {type(error).__name__}: {error}") from error
+
+
 def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
     if not heads.are_alike:
         raise NoRecipeError("its keys and values, or its layers, differ in shape")
-    dtype, form = _dtype(recipe), form_of_inputs(recipe.layers[0].output.packed.stored)
-    for layer in recipe.layers:
-        linears = [*layer.projections, layer.output]
-        if isinstance(mlp := layer.mlp, MlpRecipe):
-            linears += [mlp.gate, mlp.up or mlp.gate, mlp.down]
-        if any((each.packed.dtype, form_of_inputs(each.packed.stored)) != (dtype, form) for each in linears):
-            raise NoRecipeError("its linear layers have different dtypes or forms of inputs")
-        if len(layer.projections) not in (1, 3) or layer.output.in_features % heads.head_dim:
+    linears = _linears(recipe)
+    dtype, form = _dtype(recipe), form_of_inputs(linears[0].packed.stored)
+    if any((each.packed.dtype, form_of_inputs(each.packed.stored)) != (dtype, form) for each in linears):
+        raise NoRecipeError("its linear layers have different dtypes or forms of inputs")
+    for each in recipe.attentions:
+        if len(each.projections) not in (1, 3) or each.output.in_features % heads.head_dim:
             raise NoRecipeError(f"its heads of {heads.head_dim} values do not fill its projections")

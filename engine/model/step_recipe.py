@@ -1,10 +1,11 @@
 """Reads the computation of a model from its modules, so that a program can run it without them.
 
 A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
-and adds the results of attention and of the MLP to the residual stream. An MLP with experts stays a module,
-which is called between two parts of the program. A model is refused if the recipe does not use one of its
-modules with weights. The recipe cannot show what a module computes beyond its weights. The program's logits
-are therefore compared with the modules' logits before it is used (see ``compiled_step``).
+and adds the results of attention and of the MLP to the residual stream. An MLP with experts, and what takes
+the place of attention, such as a layer with a state, stay modules, which are called between two parts of the
+program. A model is refused if the recipe does not use one of its modules with weights. The recipe cannot show
+what a module computes beyond its weights. The program's logits are therefore compared with the modules'
+logits before it is used (see ``compiled_step``).
 """
 
 from __future__ import annotations
@@ -52,23 +53,36 @@ class MlpRecipe:
 
 
 @dataclass(frozen=True)
-class LayerRecipe:
-    """One layer.
+class AttentionRecipe:
+    """Attention.
 
     Attributes:
+        number: the number of its call of attention, see ``KvHeads``.
         projections: the linear layers of queries, keys and values, or one for all of them.
         query_scale: factor of the queries, in addition to the one that attention applies.
         rotation: index of the layer's rotation in ``StepRecipe.rotations``; None if it has none.
-        mlp: a module if it has experts.
     """
 
-    attention_norm: RowNorm
+    number: int
     projections: tuple[PackedLinear, ...]
     query_norm: RowNorm | None
     key_norm: RowNorm | None
     query_scale: float
     rotation: int | None
     output: PackedLinear
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """One layer.
+
+    Attributes:
+        attention: a module if it has another shape, or is something else.
+        mlp: a module if it has experts.
+    """
+
+    attention_norm: RowNorm
+    attention: AttentionRecipe | torch.nn.Module
     after_attention_norm: RowNorm | None
     mlp_norm: RowNorm
     mlp: MlpRecipe | torch.nn.Module
@@ -83,6 +97,7 @@ class StepRecipe:
         embedding: ``[vocab_size, hidden_size]``, or the packed output layer's weight.
         position_embedding: ``[num_positions + position_offset, hidden_size]``; None if there is none.
         rotations: the different rotations of the layers.
+        rotary: what computes the rotation of all layers for their modules; None if there is no such module.
         residual_scale: factor of each layer's contribution to the residual stream.
         final_norm: None if there is none.
         finish: function of the logits, such as a soft cap.
@@ -94,10 +109,16 @@ class StepRecipe:
     position_offset: int
     layers: tuple[LayerRecipe, ...]
     rotations: tuple[Rotation, ...]
+    rotary: torch.nn.Module | None
     residual_scale: float
     final_norm: RowNorm | None
     head: PackedLinear
     finish: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @property
+    def attentions(self) -> list[AttentionRecipe]:
+        """Those that are no modules."""
+        return [each.attention for each in self.layers if isinstance(each.attention, AttentionRecipe)]
 
     @property
     def mlps(self) -> list[MlpRecipe]:
@@ -106,8 +127,8 @@ class StepRecipe:
 
     @property
     def has_modules(self) -> bool:
-        """Whether modules compute some MLPs."""
-        return len(self.mlps) < len(self.layers)
+        """Whether modules compute a part of some layers."""
+        return len(self.attentions) + len(self.mlps) < 2 * len(self.layers)
 
 
 def read_recipe(model: PreTrainedModel) -> StepRecipe:
@@ -131,7 +152,7 @@ def _read(reader: _Reader, model: PreTrainedModel) -> StepRecipe:
         return reader.read_gpt2()
     if hasattr(model, "model") and hasattr(model.model, "decoder"):
         return reader.read_opt()
-    if hasattr(model, "model") and hasattr(model.model, "rotary_emb"):
+    if hasattr(model, "model") and hasattr(model.model, "embed_tokens"):
         return reader.read_llama()
     raise NoRecipeError(_other_shape(model))
 
@@ -152,11 +173,14 @@ class _Reader:
         """Read a model of Llama's shape: Mistral, Qwen, Phi-3, Gemma and others."""
         config, base = self._model.config.get_text_config(), self._model.model
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
-        takes_kind = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
-        rotation_names = sorted(set(kinds)) if takes_kind else [""]
+        attentions = [getattr(layer, "self_attn", None) for layer in base.layers]
+        rotary = getattr(base, "rotary_emb", getattr(base, "pos_emb", None))
+        takes_kind = rotary and "layer_type" in inspect.signature(rotary.forward).parameters
+        names = sorted({kind for kind, each in zip(kinds, attentions, strict=True) if each is not None})
+        rotation_names = [] if rotary is None else names if takes_kind else [""]
         layers = []
-        for kind, layer in zip(kinds, base.layers, strict=True):
-            has_rotation = getattr(layer.self_attn, "use_rope", True)
+        for kind, layer, attention in zip(kinds, base.layers, attentions, strict=True):
+            has_rotation = rotary and attention is not None and getattr(attention, "use_rope", True)
             index = rotation_names.index(kind if takes_kind else "") if has_rotation else None
             layers.append(self._llama_layer(layer, index))
         embedding = base.embed_tokens
@@ -166,43 +190,71 @@ class _Reader:
             position_embedding=None,
             position_offset=0,
             layers=tuple(layers),
-            rotations=tuple(self._rotation(base.rotary_emb, name) for name in rotation_names),
+            rotations=tuple(self._rotation(rotary, name) for name in rotation_names),
+            rotary=None if takes_kind else rotary,
             residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
-            final_norm=self._take(base.norm, RowNorm),
+            final_norm=self._take(_first(base, "final_layernorm", "embedding_norm", "norm"), RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
             finish=_finish(config),
         )
 
     def _llama_layer(self, layer: Any, rotation: int | None) -> LayerRecipe:
-        attention = layer.self_attn
-        mlp = layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
-        if hasattr(attention, "sinks"):
-            # The calls of attention have them.
-            self._taken.add(id(attention))
         has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
-        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        mlp = _first(layer, "block_sparse_moe", "feed_forward", "mlp")
+        mixer = _first(layer, "linear_attn", "mamba", "conv", "self_attn")
         return LayerRecipe(
-            attention_norm=self._take(_child(layer, "input_layernorm"), RowNorm),
-            projections=tuple(self._take(_child(attention, name), PackedLinear) for name in names),
-            query_norm=self._optional_norm(attention, "q_norm"),
-            key_norm=self._optional_norm(attention, "k_norm"),
-            query_scale=1.0,
-            rotation=rotation,
-            output=self._take(_child(attention, "o_proj"), PackedLinear),
+            attention_norm=self._take(_first(layer, "operator_norm", "input_layernorm"), RowNorm),
+            attention=self._llama_attention(mixer, rotation),
             after_attention_norm=(
                 self._take(layer.post_attention_layernorm, RowNorm) if has_four_norms else None
             ),
             mlp_norm=self._take(
-                _child(layer, "pre_feedforward_layernorm" if has_four_norms else "post_attention_layernorm"),
+                _first(
+                    layer,
+                    "pre_feedforward_layernorm",
+                    "pre_ff_layernorm",
+                    "ffn_norm",
+                    "post_attention_layernorm",
+                ),
                 RowNorm,
             ),
-            mlp=self._with_experts(mlp) if hasattr(mlp, "experts") else self._gated_mlp(mlp),
+            mlp=self._llama_mlp(mlp),
             after_mlp_norm=self._optional_norm(layer, "post_feedforward_layernorm"),
         )
 
-    def _with_experts(self, mlp: torch.nn.Module) -> torch.nn.Module:
-        self._taken.update(map(id, mlp.modules()))
-        return mlp
+    def _llama_attention(self, attention: Any, rotation: int | None) -> AttentionRecipe | torch.nn.Module:
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        output = next((name for name in ("o_proj", "out_proj") if hasattr(attention, name)), "")
+        parts = {name for name, each in attention.named_children() if _has_weights(each)}
+        if parts - {"q_norm", "k_norm", "q_layernorm", "k_layernorm"} != {*names, output}:
+            return self._module(attention)
+        recipe = AttentionRecipe(
+            number=_number(attention),
+            projections=tuple(self._take(getattr(attention, name), PackedLinear) for name in names),
+            query_norm=self._optional_norm(attention, "q_norm", "q_layernorm"),
+            key_norm=self._optional_norm(attention, "k_norm", "k_layernorm"),
+            query_scale=1.0,
+            rotation=rotation,
+            output=self._take(getattr(attention, output), PackedLinear),
+        )
+        if len(names) == 3 and recipe.projections[0].out_features != recipe.output.in_features:
+            return self._module(attention)
+        if hasattr(attention, "sinks"):
+            # The calls of attention have them.
+            self._taken.add(id(attention))
+        return recipe
+
+    def _llama_mlp(self, mlp: Any) -> MlpRecipe | torch.nn.Module:
+        if hasattr(mlp, "experts"):
+            return self._module(mlp)
+        try:
+            return self._gated_mlp(mlp)
+        except NoRecipeError:
+            return self._module(mlp)
+
+    def _module(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._taken.update(map(id, module.modules()))
+        return module
 
     def _gated_mlp(self, mlp: Any) -> MlpRecipe:
         activation = self._take(
@@ -229,12 +281,15 @@ class _Reader:
         layers = [
             LayerRecipe(
                 attention_norm=self._take(layer.ln_1, RowNorm),
-                projections=(self._take(layer.attn.c_attn, PackedLinear),),
-                query_norm=None,
-                key_norm=None,
-                query_scale=1.0,
-                rotation=None,
-                output=self._take(layer.attn.c_proj, PackedLinear),
+                attention=AttentionRecipe(
+                    number=_number(layer.attn),
+                    projections=(self._take(layer.attn.c_attn, PackedLinear),),
+                    query_norm=None,
+                    key_norm=None,
+                    query_scale=1.0,
+                    rotation=None,
+                    output=self._take(layer.attn.c_proj, PackedLinear),
+                ),
                 after_attention_norm=None,
                 mlp_norm=self._take(layer.ln_2, RowNorm),
                 mlp=self._plain_mlp(layer.mlp.c_fc, layer.mlp.act, layer.mlp.c_proj),
@@ -250,15 +305,18 @@ class _Reader:
         layers = [
             LayerRecipe(
                 attention_norm=self._take(layer.self_attn_layer_norm, RowNorm),
-                projections=tuple(
-                    self._take(_child(layer.self_attn, name), PackedLinear)
-                    for name in ("q_proj", "k_proj", "v_proj")
+                attention=AttentionRecipe(
+                    number=_number(layer.self_attn),
+                    projections=tuple(
+                        self._take(_child(layer.self_attn, name), PackedLinear)
+                        for name in ("q_proj", "k_proj", "v_proj")
+                    ),
+                    query_norm=None,
+                    key_norm=None,
+                    query_scale=layer.self_attn.scaling,
+                    rotation=None,
+                    output=self._take(layer.self_attn.out_proj, PackedLinear),
                 ),
-                query_norm=None,
-                key_norm=None,
-                query_scale=layer.self_attn.scaling,
-                rotation=None,
-                output=self._take(layer.self_attn.out_proj, PackedLinear),
                 after_attention_norm=None,
                 mlp_norm=self._take(layer.final_layer_norm, RowNorm),
                 mlp=self._plain_mlp(layer.fc1, layer.activation_fn, layer.fc2),
@@ -281,6 +339,7 @@ class _Reader:
             position_offset=offset,
             layers=tuple(layers),
             rotations=(),
+            rotary=None,
             residual_scale=1.0,
             final_norm=None if final_norm is None else self._take(final_norm, RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
@@ -296,8 +355,9 @@ class _Reader:
             return self._take(module, PackedEmbedding)
         return self._take(module, torch.nn.Embedding).weight
 
-    def _optional_norm(self, parent: Any, name: str) -> RowNorm | None:
-        return self._take(getattr(parent, name), RowNorm) if hasattr(parent, name) else None
+    def _optional_norm(self, parent: Any, *names: str) -> RowNorm | None:
+        norm = next((getattr(parent, name) for name in names if hasattr(parent, name)), None)
+        return None if norm is None else self._take(norm, RowNorm)
 
     def _rotation(self, module: Any, kind: str) -> Rotation:
         self._taken.add(id(module))
@@ -324,11 +384,32 @@ class _Reader:
     def check_nothing_is_left(self) -> None:
         """Raise NoRecipeError if a module with weights has no place in the recipe."""
         for name, module in self._model.named_modules():
-            has_weights = isinstance(module, PackedLinear | RowNorm) or any(
-                True for _ in _own_tensors(module)
-            )
-            if has_weights and id(module) not in self._taken:
+            if _has_own_weights(module) and id(module) not in self._taken:
                 raise NoRecipeError(f"{name} ({type(module).__name__}) has no place in it")
+
+
+def _has_own_weights(module: torch.nn.Module) -> bool:
+    return isinstance(module, PackedLinear | RowNorm) or any(True for _ in _own_tensors(module))
+
+
+def _has_weights(module: torch.nn.Module) -> bool:
+    return any(map(_has_own_weights, module.modules()))
+
+
+def _number(attention: Any) -> int:
+    """Return the number of a layer's call of attention."""
+    numbers: list[int] = attention.kv_layers
+    if len(numbers) != 1:
+        raise NoRecipeError(f"{type(attention).__name__} calls attention {len(numbers)} times")
+    return numbers[0]
+
+
+def _first(layer: Any, *names: str) -> Any:
+    """Return the first child that a layer has; the error is about the last name."""
+    for name in names[:-1]:
+        if getattr(layer, name, None) is not None:
+            return getattr(layer, name)
+    return getattr(layer, names[-1])
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

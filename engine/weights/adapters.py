@@ -73,9 +73,8 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
     if model.collectives is not None:
         raise UnsupportedAdapterError("adapters do not work with several ranks (--tensor-parallel-size)")
     if model.recipe is None or model.recipe.has_modules:
-        problem = "has experts" if model.recipe else "runs module by module"
         raise UnsupportedAdapterError(
-            f"adapters need a model that runs as one program, and {model.module.config.model_type} {problem}"
+            f"adapters need a model that runs as one program, and {model.module.config.model_type} does not"
         )
     return model.recipe
 
@@ -120,10 +119,10 @@ def load_adapter(path: str, model: LoadedModel) -> Adapter:
 def _places(recipe: StepRecipe, model: LoadedModel) -> dict[str, tuple[PackedLinear, list[_Place]]]:
     """Return the linear layers that can have an adapter by name, each with its places in a step."""
     by_linear: dict[PackedLinear, list[_Place]] = defaultdict(list)
-    for number, (layer, mlp) in enumerate(zip(recipe.layers, recipe.mlps, strict=True)):
+    for number, (attention, mlp) in enumerate(zip(recipe.attentions, recipe.mlps, strict=True)):
         first = len(LINEARS) * number
-        for offset, linear in enumerate((*layer.projections, layer.output)):
-            index = LINEARS.index("output") if linear is layer.output else offset
+        for offset, linear in enumerate((*attention.projections, attention.output)):
+            index = LINEARS.index("output") if linear is attention.output else offset
             by_linear[linear].append(_Place(first + index, 0, linear.packed.num_units))
         num_units = -(-mlp.size // UNIT)
         by_linear[mlp.gate].append(_Place(first + LINEARS.index("gate"), 0, num_units))

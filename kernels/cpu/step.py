@@ -3,8 +3,9 @@
 Calling a model's modules costs more time than a small model computes. Here each thread enters the program
 once per step. It takes work from counters that the threads share, and waits at a barrier between phases.
 
-A layer without a gate has its MLP elsewhere: the program then ends with the MLP's inputs in ``normed``, and
-goes on at the next layer when it is called again, with the MLP's outputs in ``update``.
+A layer without an output layer has its attention elsewhere, and one without a gate its MLP. The program then
+ends with the inputs of this part in ``normed``, and goes on behind it when it is called again, with the
+outputs in ``update``.
 
 All values between operations are float32, rounded to the model's dtype where the modules would store them.
 """
@@ -124,6 +125,7 @@ _INTEGERS = (
     "num_logits",
     "last_round",
     "first_layer",
+    "begins_with_mlp",
     "num_layers",
     "hidden_size",
     "num_heads",
@@ -699,108 +701,185 @@ def _project(
 
 
 @exact
+def _run_attention(
+    args: Any,
+    kept: Any,
+    layer: Any,
+    index: int,
+    thread: int,
+    num_threads: int,
+    phase: int,
+    round_number: int,
+    storage: Any,
+    item_bytes: int,
+    stored: Any,
+) -> tuple[int, int]:
+    """Compute the attention of a layer, for the ``kept`` tokens; see ``_add_linear``."""
+    keep_apart()
+    size, attended_size = args.hidden_size, args.num_heads * args.head_dim
+    counters = args.counters + 8 * COUNTERS_PER_LAYER * index
+    linears = _NUM_LINEARS * index
+    phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
+    _run_linear(
+        layer.query,
+        layer.key,
+        layer.value,
+        args.adapted,
+        linears,
+        counters,
+        _operands(args, args.normed, stored),
+        row_bytes(size, stored),
+        args.qkv,
+        args.qkv_stride,
+        args.num_tokens,
+        storage,
+        item_bytes,
+    )
+    phase = _wait(args, num_threads, phase)
+    phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
+    first, end = kept.num_tokens * thread // num_threads, kept.num_tokens * (thread + 1) // num_threads
+    drops_rows = kept.hidden != args.hidden
+    if drops_rows:
+        _keep_rows(args, kept, first, end)
+    if item_bytes < 4:
+        _narrow_rows(kept.attended, attended_size, first, end, storage)
+    _encode_rows(kept, kept.attended, attended_size, first, end, stored)
+    if item_bytes < 4 or drops_rows or input_form(stored) != FLOATS:
+        phase = _wait(args, num_threads, phase)
+    at = linears + _OUTPUT
+    phase = _project(kept, at, 1, kept.attended, attended_size, thread, num_threads, phase, storage)
+    phase, round_number = _add_linear(
+        kept,
+        layer.output,
+        at,
+        layer.output_borders,
+        layer.output_bias,
+        counters + 8,
+        _operands(kept, kept.attended, stored),
+        row_bytes(attended_size, stored),
+        thread,
+        num_threads,
+        phase,
+        round_number,
+        storage,
+        item_bytes,
+    )
+    _add_update(kept, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
+    return phase, round_number
+
+
+@exact
+def _run_mlp(
+    args: Any,
+    layer: Any,
+    index: int,
+    thread: int,
+    num_threads: int,
+    phase: int,
+    round_number: int,
+    storage: Any,
+    item_bytes: int,
+    stored: Any,
+) -> tuple[int, int]:
+    """Compute the MLP of a layer up to its result in ``update``; see ``_add_linear``."""
+    keep_apart()
+    counters = args.counters + 8 * COUNTERS_PER_LAYER * index
+    at = _NUM_LINEARS * index + _GATE
+    size, length = args.hidden_size, args.mlp_stride
+    phase = _project(args, at, _DOWN - _GATE, args.normed, size, thread, num_threads, phase, storage)
+    _run_gate(args, layer, at, counters + 16, storage, item_bytes, stored)
+    phase = _wait(args, num_threads, phase)
+    if input_form(stored) != FLOATS:
+        first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
+        _encode_rows(args, args.mlp, length, first, end, stored)
+        phase = _wait(args, num_threads, phase)
+    at = _NUM_LINEARS * index + _DOWN
+    phase = _project(args, at, 1, args.mlp, length, thread, num_threads, phase, storage)
+    phase, round_number = _add_linear(
+        args,
+        layer.down,
+        at,
+        layer.down_borders,
+        layer.down_bias,
+        counters + 24,
+        _operands(args, args.mlp, stored),
+        row_bytes(length, stored),
+        thread,
+        num_threads,
+        phase,
+        round_number,
+        storage,
+        item_bytes,
+    )
+    return phase, round_number
+
+
+@exact
+def _begin(
+    args: Any, layers: Any, first: int, end: int, storage: Any, item_bytes: int, stored: Any, head_stored: Any
+) -> None:
+    """Write the inputs of the first part to compute in ``normed``."""
+    keep_apart()
+    at = args.first_layer
+    if args.begins_with_mlp:
+        layer = layers[at]
+        _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
+    elif at == 0:
+        _embed(args, first, end, storage, item_bytes, head_stored)
+        _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
+    else:
+        next_norm = args.no_norm if at == args.num_layers else layers[at].attention_norm
+        _add_update(args, layers[at - 1].after_mlp_norm, next_norm, first, end, storage, stored)
+
+
+@exact
 def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, head_stored: Any) -> None:
     num_threads = call_for_int(args.team_size) if args.team_size else np.int64(1)
     thread = np.int64(fetch_and_increment(args.next_thread))
     first_layer, num_layers = args.first_layer, args.num_layers
-    if first_layer == num_layers:
+    begins_with_mlp = args.begins_with_mlp
+    if first_layer + begins_with_mlp == num_layers:
         args = kept
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads
     layers = carray(pointer(args.layers, LAYER), (num_layers,))
-    size, attended_size = args.hidden_size, args.num_heads * args.head_dim
-    if first_layer == 0:
-        _embed(args, first, end, storage, item_bytes, head_stored)
-        _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
-    else:
-        next_norm = args.no_norm if first_layer == num_layers else layers[first_layer].attention_norm
-        _add_update(args, layers[first_layer - 1].after_mlp_norm, next_norm, first, end, storage, stored)
-    phase = _wait(args, num_threads, np.int64(0))
+    _begin(args, layers, first, end, storage, item_bytes, stored, head_stored)
+    phase = np.int64(0)
     round_number = np.int64(args.last_round)
     for index in range(first_layer, num_layers):
         layer = layers[index]
         is_last = index == num_layers - 1
-        counters = args.counters + 8 * COUNTERS_PER_LAYER * index
-        linears = _NUM_LINEARS * index
-        phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
-        _run_linear(
-            layer.query,
-            layer.key,
-            layer.value,
-            args.adapted,
-            linears,
-            counters,
-            _operands(args, args.normed, stored),
-            row_bytes(size, stored),
-            args.qkv,
-            args.qkv_stride,
-            args.num_tokens,
-            storage,
-            item_bytes,
-        )
-        phase = _wait(args, num_threads, phase)
-        phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
-        drops_rows = is_last and kept.hidden != args.hidden
-        if drops_rows:
-            first = kept.num_tokens * thread // num_threads
-            end = kept.num_tokens * (thread + 1) // num_threads
-            _keep_rows(args, kept, first, end)
-            args = kept
-        if item_bytes < 4:
-            _narrow_rows(args.attended, attended_size, first, end, storage)
-        _encode_rows(args, args.attended, attended_size, first, end, stored)
-        if item_bytes < 4 or drops_rows or input_form(stored) != FLOATS:
+        if index > first_layer or begins_with_mlp == 0:
+            if layer.output.num_units == 0:
+                return
             phase = _wait(args, num_threads, phase)
-        at = linears + _OUTPUT
-        phase = _project(args, at, 1, args.attended, attended_size, thread, num_threads, phase, storage)
-        phase, round_number = _add_linear(
-            args,
-            layer.output,
-            at,
-            layer.output_borders,
-            layer.output_bias,
-            counters + 8,
-            _operands(args, args.attended, stored),
-            row_bytes(attended_size, stored),
-            thread,
-            num_threads,
-            phase,
-            round_number,
-            storage,
-            item_bytes,
-        )
-        _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
+            those = kept if is_last else args
+            phase, round_number = _run_attention(
+                args,
+                those,
+                layer,
+                index,
+                thread,
+                num_threads,
+                phase,
+                round_number,
+                storage,
+                item_bytes,
+                stored,
+            )
+            if is_last:
+                args = kept
+                first = args.num_tokens * thread // num_threads
+                end = args.num_tokens * (thread + 1) // num_threads
         if layer.gate.num_units == 0:
             return
         phase = _wait(args, num_threads, phase)
-        at = linears + _GATE
-        phase = _project(args, at, _DOWN - _GATE, args.normed, size, thread, num_threads, phase, storage)
-        _run_gate(args, layer, at, counters + 16, storage, item_bytes, stored)
-        phase = _wait(args, num_threads, phase)
-        if input_form(stored) != FLOATS:
-            _encode_rows(args, args.mlp, args.mlp_stride, first, end, stored)
-            phase = _wait(args, num_threads, phase)
-        at = linears + _DOWN
-        phase = _project(args, at, 1, args.mlp, args.mlp_stride, thread, num_threads, phase, storage)
-        phase, round_number = _add_linear(
-            args,
-            layer.down,
-            at,
-            layer.down_borders,
-            layer.down_bias,
-            counters + 24,
-            _operands(args, args.mlp, stored),
-            row_bytes(args.mlp_stride, stored),
-            thread,
-            num_threads,
-            phase,
-            round_number,
-            storage,
-            item_bytes,
+        phase, round_number = _run_mlp(
+            args, layer, index, thread, num_threads, phase, round_number, storage, item_bytes, stored
         )
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
-        phase = _wait(args, num_threads, phase)
+    phase = _wait(args, num_threads, phase)
     _compute_logits(args, thread, num_threads, phase, storage, item_bytes, head_stored)
 
 

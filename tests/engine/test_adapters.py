@@ -282,13 +282,11 @@ def test_a_pattern_of_alpha_applies_to_its_layers(llama: LoadedModel, tmp_path: 
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("architecture", "problem"), [("gpt_neox", "runs module by module"), ("mixtral", "has experts")]
-)
+@pytest.mark.parametrize("architecture", ["gpt_neox", "mixtral"])
 def test_a_model_with_modules_has_no_adapters(
-    tiny_model: Callable[[str], Path], tmp_path: Path, architecture: str, problem: str
+    tiny_model: Callable[[str], Path], tmp_path: Path, architecture: str
 ) -> None:
     folder = tiny_model(architecture)
     path = make_adapter(tmp_path / "adapter", folder)
-    with pytest.raises(UnsupportedAdapterError, match=f"{architecture} {problem}"):
+    with pytest.raises(UnsupportedAdapterError, match=f"{architecture} does not"):
         load_adapter(str(path), load_model(str(folder), "float32", CPU))

@@ -20,18 +20,21 @@ COVERED = [
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),
     *("gpt2", "opt"),
 ]
-WITH_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"]
+WITH_MODULES = [
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"),
+    *("lfm2", "bamba", "qwen3_next", "glm4_moe_lite", "kimi_linear"),
+]
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", COVERED + WITH_EXPERTS)
+@pytest.mark.parametrize("architecture", COVERED + WITH_MODULES)
 def test_a_program_gives_the_bits_of_the_modules(
     tiny_model: Callable[[str], Path], architecture: str, dtype: str
 ) -> None:
     model = load_model(str(tiny_model(architecture)), dtype, CPU)
     assert model.recipe is not None
-    assert model.recipe.has_modules == (architecture in WITH_EXPERTS)
+    assert model.recipe.has_modules == (architecture in WITH_MODULES)
     assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 

@@ -221,7 +221,7 @@ def test_a_file_of_several_types_runs_as_one_program(tmp_path: Path) -> None:
     (layer,) = model.recipe.layers
     assert isinstance(layer.mlp, MlpRecipe)
     assert layer.mlp.up is not None
-    linears = (*layer.projections, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+    linears = (*model.recipe.attentions[0].projections, layer.mlp.gate, layer.mlp.up, layer.mlp.down)
     assert len({each.packed.stored for each in linears}) == 4
     assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 

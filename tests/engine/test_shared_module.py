@@ -77,7 +77,7 @@ def test_shared_weights_give_the_same_bits_as_a_models_own(
 def test_the_packed_weights_are_in_the_file_and_buffers_are_not(folder: Path, file: WeightsFile) -> None:
     model = load_model(str(folder), "float32", CPU, weights_file=file)
     assert model.recipe is not None
-    linears = [model.recipe.head, *(layer.output for layer in model.recipe.layers)]
+    linears = [model.recipe.head, *(each.output for each in model.recipe.attentions)]
     assert {permissions_of(each.packed.panels.data_ptr()) for each in linears} == {"r--s"}
     assert {permissions_of(each.data_ptr()) for each in model.module.buffers()} == {"private"}
 

@@ -160,7 +160,7 @@ def pass_step_to(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> N
         steps[0] = options.get("paged_step")
 
     def add(_: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return inputs, {**options, "paged_step": steps[0]}
+        return inputs, {**options, "paged_step": options.get("paged_step") or steps[0]}
 
     model.register_forward_pre_hook(keep, with_kwargs=True)
     for layer in layers:

@@ -120,6 +120,8 @@ def _run(
     if implementation == "eager":
         return original(*inputs, **options)
     interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[implementation]
+    if "paged_step" in options:
+        step = {"paged_step": options["paged_step"]}
 
     def attend(query: Any, key: Any, value: Any, mask: Any = None, **arguments: Any) -> torch.Tensor:
         # Some models rotate queries and keys in float32.
@@ -127,7 +129,7 @@ def _run(
         output: torch.Tensor = interface(layer, query, key, value, mask, **arguments, **step)[0]
         return output
 
-    return function(layer, attend, *inputs, **options, **added)
+    return function(layer, attend, *inputs, **{**added, **options})
 
 
 def _heads(layer: Any, hidden_states: torch.Tensor, num_heads: int, names: str) -> list[torch.Tensor]:
