@@ -14,21 +14,19 @@ from transformers import PreTrainedModel
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import Forward, KvHeads, runs_alike
 from quire.engine.model.collectives import Collectives
+from quire.engine.model.layer_records import columns, fill_layer, first_column, linear_record, norm_record
 from quire.engine.model.layers.attention import PagedStep
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
-from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
-from quire.engine.model.layers.row_layers import RowNorm
+from quire.engine.model.layers.parallel_layers import RowLinear
 from quire.engine.model.states import States
 from quire.engine.model.step_recipe import (
     AttentionRecipe,
-    LayerRecipe,
-    MlpRecipe,
     NoRecipeError,
     StepRecipe,
     read_recipe,
 )
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu import attention, attention_program, step, threads
+from quire.kernels.cpu import attention, attention_program, step, step_records, threads
 from quire.kernels.cpu.attention_tiles import (
     AttentionShape,
     DecodeTiles,
@@ -39,7 +37,7 @@ from quire.kernels.cpu.attention_tiles import (
 )
 from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.intrinsics import STORAGE
-from quire.kernels.cpu.products.linear import UNIT, unit_kernel
+from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.products.low_rank import SLOTS
 from quire.kernels.cpu.products.packed_product import first_of_form, form_of_inputs
 from quire.kernels.metadata import AttentionMetadata
@@ -101,11 +99,11 @@ class CompiledStep:
         self._program = step.program(STORAGE[self._dtype], stored, head_stored)
         self._work_per_token = _num_weights(recipe)
         num_layers = len(recipe.layers)
-        num_linear = step.COUNTERS_PER_LAYER * num_layers + 1
+        num_linear = step_records.COUNTERS_PER_LAYER * num_layers + 1
         self._counters = np.zeros(2 * _CACHE_LINE + num_linear + num_layers, np.int64)
-        self._step = np.zeros(2, step.STEP)
+        self._step = np.zeros(2, step_records.STEP)
         self._step_address = self._step.ctypes.data
-        self._layers = np.zeros(num_layers, step.LAYER)
+        self._layers = np.zeros(num_layers, step_records.LAYER)
         self._attention = np.zeros(num_layers, attention_program.ARGUMENTS)
         # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
@@ -138,7 +136,7 @@ class CompiledStep:
         steps["positions"] = tensors.positions.data_ptr()
         self._layers["slots"] = _entry_addresses(metadata.slot_mapping, 1, self._frames)
         steps["kept_rows"] = tensors.logit_rows.data_ptr()
-        steps["logits"] = logits.data_ptr() + 4 * _first_column(self._recipe.head)
+        steps["logits"] = logits.data_ptr() + 4 * first_column(self._recipe.head)
         if self._collectives is not None:
             steps["last_round"] = self._collectives.num_rounds
         self._place_adapters(tensors)
@@ -329,7 +327,7 @@ class CompiledStep:
 
     def _fill_layers(self, heads: KvHeads, memory: KvMemory) -> None:
         for index, layer in enumerate(self._recipe.layers):
-            _fill_layer(self._layers[index], layer)
+            fill_layer(self._layers[index], layer)
             if isinstance(layer.attention, AttentionRecipe):
                 self._fill_attention(index, layer.attention.number, heads, memory)
 
@@ -337,7 +335,7 @@ class CompiledStep:
         """Fill in how a layer calls attention, which is the call of this number."""
         call, kv_layer, scales = heads.calls[number], memory.layers[number], memory.scales[number]
         row, arguments = self._layers[index], self._attention[index]
-        first_counter = 2 * _CACHE_LINE + step.COUNTERS_PER_LAYER * len(self._layers) + 1
+        first_counter = 2 * _CACHE_LINE + step_records.COUNTERS_PER_LAYER * len(self._layers) + 1
         row["kv"] = kv_layer.data_ptr()
         row["kv_scales"] = 0 if scales is None else scales.data_ptr()
         row["attention"] = self._attention.ctypes.data + index * attention_program.ARGUMENTS.itemsize
@@ -401,14 +399,14 @@ class CompiledStep:
                 STORAGE[kv_dtype],
                 arithmetic=heads.arithmetic,
             )
-            columns = _columns(recipe.attentions[0], self._num_heads, heads)
+            own_columns = columns(recipe.attentions[0], self._num_heads, heads)
             values["attend"] = kernel.address
-            values |= zip(("key_column", "value_column", "qkv_stride"), columns, strict=True)
+            values |= zip(("key_column", "value_column", "qkv_stride"), own_columns, strict=True)
         for name, value in values.items():
             steps[name] = value
-        steps["head"] = _linear(recipe.head)
+        steps["head"] = linear_record(recipe.head)
         if recipe.final_norm is not None:
-            steps["final_norm"] = _norm(recipe.final_norm)
+            steps["final_norm"] = norm_record(recipe.final_norm)
 
     def _exchange_address(self) -> int:
         if self._collectives is None:
@@ -462,76 +460,6 @@ def _linears(recipe: StepRecipe) -> list[PackedLinear]:
 
 def _num_weights(recipe: StepRecipe) -> int:
     return sum(each.in_features * each.out_features for each in _linears(recipe))
-
-
-def _columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
-    """Return the first column of keys and of values behind the queries, and the number of columns."""
-    ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
-    if len(ends) == 3:
-        return ends[0], ends[1], ends[2]
-    key_column = num_heads * heads.head_dim
-    return key_column, key_column + heads.num_kv_heads * heads.head_dim, ends[0]
-
-
-def _fill_layer(row: Any, layer: LayerRecipe) -> None:
-    for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
-        row[name] = _norm(getattr(layer, name))
-    if isinstance(attention := layer.attention, AttentionRecipe):
-        row["query_norm"], row["key_norm"] = _norm(attention.query_norm), _norm(attention.key_norm)
-        for name, linear in zip(("query", "key", "value"), attention.projections, strict=False):
-            row[name] = _linear(linear)
-        row["query_scale"] = attention.query_scale
-        _fill_added(row, "output", attention.output)
-    if isinstance(layer.mlp, MlpRecipe):
-        _fill_mlp(row, layer.mlp)
-
-
-def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:
-    """Fill in a linear layer whose output is added to the residual stream."""
-    row[name] = _linear(linear)
-    if isinstance(linear, RowLinear):
-        row[f"{name}_borders"] = linear.borders.ctypes.data
-        row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
-
-
-def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
-    _fill_added(row, "down", mlp.down)
-    row["activation"] = mlp.activation.kind
-    num_units = -(-mlp.size // UNIT)
-    row["gate"] = (*_linear(mlp.gate)[:-1], num_units)
-    if mlp.up is not None:
-        multiply, weight, bias, in_features, num_segments, _ = _linear(mlp.up)
-        row["up"] = (
-            multiply,
-            weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
-            bias + 4 * mlp.first_up_column if bias else 0,
-            in_features,
-            num_segments,
-            num_units,
-        )
-
-
-def _linear(layer: PackedLinear) -> tuple[int, int, int, int, int, int]:
-    bias = 0 if layer.bias is None else layer.bias.data_ptr()
-    weight = layer.packed
-    address, num_units = weight.panels.data_ptr(), weight.num_units
-    if isinstance(layer, DividedHead):
-        address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
-        bias += 4 * layer.first_unit * UNIT if bias else 0
-    multiply = unit_kernel(weight.stored).address
-    return multiply, address, bias, layer.in_features, layer.num_segments, num_units
-
-
-def _first_column(head: PackedLinear) -> int:
-    """Return the index of the logit that the head's first output computes."""
-    return head.first_column if isinstance(head, DividedHead) else 0
-
-
-def _norm(norm: RowNorm | None) -> tuple[int, int, int, float]:
-    if norm is None:
-        return 0, 0, 0, 0.0
-    bias = 0 if norm.bias32 is None else norm.bias32.data_ptr()
-    return norm.weight32.data_ptr(), bias, int(norm.kind), norm.epsilon
 
 
 def find_recipe(

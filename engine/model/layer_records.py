@@ -1,0 +1,90 @@
+"""Fills in the records of a model's layers, which ``kernels.cpu.step_records`` describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.engine.model.check import KvHeads
+from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
+from quire.engine.model.layers.row_layers import RowNorm
+from quire.engine.model.step_recipe import AttentionRecipe, LayerRecipe, MlpRecipe
+from quire.kernels.cpu.products.linear import UNIT, unit_kernel
+
+
+def columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
+    """Return the first column of keys and of values behind the queries, and the number of columns."""
+    ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
+    if len(ends) == 3:
+        return ends[0], ends[1], ends[2]
+    key_column = num_heads * heads.head_dim
+    return key_column, key_column + heads.num_kv_heads * heads.head_dim, ends[0]
+
+
+def fill_layer(row: Any, layer: LayerRecipe) -> None:
+    """Fill in all that does not depend on the memory, nor on modules."""
+    for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
+        row[name] = norm_record(getattr(layer, name))
+    if isinstance(attention := layer.attention, AttentionRecipe):
+        row["query_norm"], row["key_norm"] = (
+            norm_record(attention.query_norm),
+            norm_record(attention.key_norm),
+        )
+        for name, projection in zip(("query", "key", "value"), attention.projections, strict=False):
+            row[name] = linear_record(projection)
+        row["query_scale"] = attention.query_scale
+        _fill_added(row, "output", attention.output)
+    if isinstance(layer.mlp, MlpRecipe):
+        _fill_mlp(row, layer.mlp)
+
+
+def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:
+    """Fill in a linear layer whose output is added to the residual stream."""
+    row[name] = linear_record(linear)
+    if isinstance(linear, RowLinear):
+        row[f"{name}_borders"] = linear.borders.ctypes.data
+        row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
+
+
+def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
+    _fill_added(row, "down", mlp.down)
+    row["activation"] = mlp.activation.kind
+    num_units = -(-mlp.size // UNIT)
+    row["gate"] = (*linear_record(mlp.gate)[:-1], num_units)
+    if mlp.up is not None:
+        multiply, weight, bias, in_features, num_segments, _ = linear_record(mlp.up)
+        row["up"] = (
+            multiply,
+            weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
+            bias + 4 * mlp.first_up_column if bias else 0,
+            in_features,
+            num_segments,
+            num_units,
+        )
+
+
+def linear_record(layer: PackedLinear) -> tuple[int, int, int, int, int, int]:
+    """Return the values of a linear layer's record."""
+    bias = 0 if layer.bias is None else layer.bias.data_ptr()
+    weight = layer.packed
+    address, num_units = weight.panels.data_ptr(), weight.num_units
+    if isinstance(layer, DividedHead):
+        address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
+        bias += 4 * layer.first_unit * UNIT if bias else 0
+    multiply = unit_kernel(weight.stored).address
+    return multiply, address, bias, layer.in_features, layer.num_segments, num_units
+
+
+def first_column(head: PackedLinear) -> int:
+    """Return the index of the logit that the head's first output computes."""
+    return head.first_column if isinstance(head, DividedHead) else 0
+
+
+def norm_record(norm: RowNorm | None) -> tuple[int, int, int, float]:
+    """Return the values of a norm's record; zeros if there is no norm."""
+    if norm is None:
+        return 0, 0, 0, 0.0
+    bias = 0 if norm.bias32 is None else norm.bias32.data_ptr()
+    return norm.weight32.data_ptr(), bias, int(norm.kind), norm.epsilon

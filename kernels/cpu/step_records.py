@@ -1,0 +1,119 @@
+"""The records that describe a model and a step to the program of ``step``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.kernels.cpu.products.low_rank import ADAPTED
+
+NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), ("epsilon", np.float64)])
+"""A norm: addresses of float32 values, and a ``rows.Norm``."""
+
+LINEAR = np.dtype(
+    [(name, np.int64) for name in ("multiply", "weight", "bias", "in_features", "num_segments", "num_units")]
+)
+"""A linear layer; 0 units if there is none.
+
+Its addresses are those of the ``unit_kernel`` of its weights, of these, and of the float32 bias or 0.
+"""
+
+LAYER = np.dtype(
+    [
+        *((name, NORM) for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm")),
+        *((name, LINEAR) for name in ("query", "key", "value", "output")),
+        *((name, NORM) for name in ("mlp_norm", "after_mlp_norm")),
+        *((name, LINEAR) for name in ("gate", "up", "down")),
+        ("activation", np.int64),
+        ("query_scale", np.float64),
+        *((name, np.int64) for name in ("output_borders", "output_bias", "down_borders", "down_bias")),
+        ("cosines", np.int64),
+        ("sines", np.int64),
+        ("kv", np.int64),
+        ("kv_scales", np.int64),
+        ("slots", np.int64),
+        ("attention", np.int64),
+    ]
+)
+"""A layer.
+
+Up to three linear layers compute the queries, keys and values; "query" may compute all of them. Without "up"
+there is no gate, and "gate" is the only linear layer before the activation. If the inputs of "output" or
+"down" are divided among processes, "borders" is the address of the processes' first segments (see
+``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and the bias is added after the sum
+over the processes.
+"""
+
+_ADDRESSES = (
+    "token_ids",
+    "positions",
+    "kept_rows",
+    "embedding",
+    "position_embedding",
+    "layers",
+    "hidden",
+    "normed",
+    "qkv",
+    "queries",
+    "attended",
+    "update",
+    "mlp",
+    "operands",
+    "logits",
+    "counters",
+    "next_thread",
+    "arrivals",
+    "team_size",
+    "yield_core",
+    "attend",
+    "exchange",
+)
+_INTEGERS = (
+    "num_tokens",
+    "num_logits",
+    "last_round",
+    "first_layer",
+    "begins_with_mlp",
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rotary_dim",
+    "key_column",
+    "value_column",
+    "qkv_stride",
+    "update_stride",
+    "mlp_stride",
+    "logits_stride",
+    "attention_bytes",
+    "is_embedding_packed",
+    "position_offset",
+    "block_size",
+    "block_stride",
+    "value_offset",
+    "head_stride",
+    "scale_block_stride",
+    "scale_value_offset",
+    "kv_format",
+)
+STEP = np.dtype(
+    [
+        *((name, np.int64) for name in _ADDRESSES + _INTEGERS),
+        ("embedding_scale", np.float64),
+        ("residual_scale", np.float64),
+        ("scale_per_magnitude", np.float64),
+        ("final_norm", NORM),
+        ("no_norm", NORM),
+        ("head", LINEAR),
+        ("no_linear", LINEAR),
+        ("adapted", ADAPTED),
+    ]
+)
+"""A step: the model, its buffers, and the step's tokens.
+
+A program gets two of them. The second has only the tokens after which logits or hidden states are needed:
+``kept_rows`` are their rows in the first. From the attention of the last layer on, the others need not be
+computed. Only the first ``num_logits`` tokens get logits; ``normed`` ends with the hidden states of all.
+"""
+
+COUNTERS_PER_LAYER = 4
