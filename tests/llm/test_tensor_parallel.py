@@ -57,6 +57,13 @@ def process_ids(llm: LLM) -> list[int]:
     return llm._ranks.process_ids
 
 
+def description(llm: LLM) -> tuple[Any, ...]:
+    """Return what workers that exchange blocks have in common, and whether no module computes a part."""
+    model = llm.engine.model
+    is_one_program = model.recipe is not None and not model.recipe.has_modules
+    return model.digest, model.arithmetic, llm.engine.memory.shape, is_one_program
+
+
 def answers(llm: LLM) -> list[Any]:
     """Return all tokens, and the exact logprobs of the best ones."""
     return [
@@ -86,11 +93,9 @@ def test_any_number_of_ranks_gives_the_same_bits(
     folder = model(architecture, **overrides)
     with start(folder, 1, dtype) as llm:
         expected = answers(llm)
-        has_recipe = llm.engine.model.recipe is not None
-        described = llm.engine.model.digest, llm.engine.memory.shape
+        described = description(llm)
     with start(folder, num_ranks, dtype) as llm:
-        assert (llm.engine.model.recipe is not None) == has_recipe
-        assert (llm.engine.model.digest, llm.engine.memory.shape) == described
+        assert description(llm) == described
         assert answers(llm) == expected
         others = process_ids(llm)
     assert len(others) == num_ranks - 1
