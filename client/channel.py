@@ -49,7 +49,7 @@ def channel_options() -> list[tuple[str, int | str]]:
         # By default gRPC stops after two pings while no data flows, as happens during a long prefill.
         ("grpc.http2.max_pings_without_data", 0),
         # The default back-off grows to two minutes, and a restarted router would be unreachable for that
-        # long.
-        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # long. It must be shorter than the pauses in which a call tries several routers again, together.
+        ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ]
