@@ -497,7 +497,7 @@ def _refusing_modules(recipe: StepRecipe) -> Iterator[None]:
     """Turn any exception of a recipe with modules into a NoRecipeError: they may need other arguments."""
     try:
         yield
-    except NoRecipeError:
+    except (MemoryError, NoRecipeError):
         raise
     except Exception as error:
         if not recipe.has_modules:
