@@ -82,6 +82,13 @@ class CompiledStep:
         self._collectives = collectives
         self._dtype = _dtype(recipe)
         self._vocab_size = vocab_size
+        self._modules = [
+            (number, is_mlp, part)
+            for number, layer in enumerate(recipe.layers)
+            for is_mlp, part in ((False, layer.attention), (True, layer.mlp))
+            if isinstance(part, torch.nn.Module)
+        ]
+        self._has_mixers = not all(is_mlp for _, is_mlp, _ in self._modules)
         self._states = None if heads.states is None else States(memory, heads.states)
         self._memory = memory
         self._num_heads = (
@@ -168,24 +175,20 @@ class CompiledStep:
     def _run_program(self, tensors: StepTensors, num_threads: int) -> None:
         """Run the program, and between its parts the modules."""
         first_layer, begins_with_mlp = 0, False
-        options = self._options(tensors)
-        for number, layer in enumerate(self._recipe.layers):
-            if isinstance(layer.attention, torch.nn.Module):
-                self._run_part(first_layer, begins_with_mlp, num_threads)
-                first_layer, begins_with_mlp = number, True
-                is_last = number == len(self._recipe.layers) - 1
-                self._run_mixer(layer.attention, options, tensors.logit_rows if is_last else None)
-            if isinstance(layer.mlp, torch.nn.Module):
-                self._run_part(first_layer, begins_with_mlp, num_threads)
+        options = self._options(tensors) if self._has_mixers else {}
+        for number, is_mlp, module in self._modules:
+            self._run_part(first_layer, begins_with_mlp, num_threads)
+            is_last = number == len(self._layers) - 1
+            if is_mlp:
                 first_layer, begins_with_mlp = number + 1, False
-                is_last = first_layer == len(self._recipe.layers)
-                self._run_mlp(layer.mlp, len(tensors.logit_rows if is_last else tensors.input_ids))
+                self._run_mlp(module, len(tensors.logit_rows if is_last else tensors.input_ids))
+            else:
+                first_layer, begins_with_mlp = number, True
+                self._run_mixer(module, options, tensors.logit_rows if is_last else None)
         self._run_part(first_layer, begins_with_mlp, num_threads)
 
     def _options(self, tensors: StepTensors) -> dict[str, Any]:
-        """Return the arguments of the modules that have the place of attention, if there are any."""
-        if len(self._recipe.attentions) == len(self._recipe.layers):
-            return {}
+        """Return the arguments of the modules that have the place of attention."""
         rotary, memory, positions = self._recipe.rotary, self._memory, tensors.positions[None]
         inputs = self._inputs(len(tensors.input_ids))
         return {
