@@ -60,7 +60,9 @@ def test_embeddings_are_those_of_torch(model: LoadedModel, pooling: Pooling) -> 
             assert request.pooled.embedding() == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt", "gemma3", "mistral", "gpt_neox", "granite"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "opt", "gemma3", "mistral", "gpt_neox", "granite", "mixtral", "qwen3_next"]
+)
 def test_other_architectures(architecture: str, tiny_model: Callable[..., Path]) -> None:
     loaded = load_model(str(tiny_model(architecture)), "float32", CPU)
     prompt = make_prompt(90)
