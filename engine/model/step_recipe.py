@@ -257,6 +257,10 @@ class _Reader:
         return module
 
     def _gated_mlp(self, mlp: Any) -> MlpRecipe:
+        if hasattr(mlp, "w1"):
+            # LFM2 has no module for its activation.
+            gate, up, down = (self._take(_child(mlp, name), PackedLinear) for name in ("w1", "w3", "w2"))
+            return MlpRecipe(gate, up, 0, gate.out_features, KernelActivation(Activation.SILU), down)
         activation = self._take(
             _child(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn"), KernelActivation
         )
