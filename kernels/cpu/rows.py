@@ -30,6 +30,7 @@ from quire.kernels.cpu.intrinsics import (
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.torch_functions import without_replacements
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -249,6 +250,7 @@ class Gate(NamedTuple):
     is_first: bool = False
 
 
+@without_replacements
 def norm(
     inputs: torch.Tensor,
     kind: Norm,
@@ -275,6 +277,7 @@ def norm(
     return _run(inputs, STORAGE[dtype], kind, weight, bias, epsilon, Activation.NONE, gate).to(inputs.dtype)
 
 
+@without_replacements
 def activation(inputs: torch.Tensor, kind: Activation) -> torch.Tensor:
     """Apply an elementwise function to a tensor."""
     return _run(inputs, STORAGE[inputs.dtype], Norm.NONE, None, None, 0.0, kind, None).to(inputs.dtype)

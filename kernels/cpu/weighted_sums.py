@@ -18,6 +18,7 @@ from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import exact, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.linear import MOST_SEGMENTS
+from quire.kernels.torch_functions import without_replacements
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -41,6 +42,7 @@ _FIELDS = (
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
+@without_replacements
 def weighted_sums(
     values: torch.Tensor, factors: torch.Tensor, segments: Int64s, places: Int64s, pieces: Int64s
 ) -> torch.Tensor:

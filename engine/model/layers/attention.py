@@ -18,6 +18,7 @@ from quire.kernels import ops
 from quire.kernels.cpu.recurrence import Recurrence
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.short_convolution import Convolution, short_convolution
+from quire.kernels.torch_functions import without_replacements
 
 IMPLEMENTATION = "quire"
 
@@ -43,6 +44,7 @@ class PagedStep(NamedTuple):
     states: States | None
 
 
+@without_replacements
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 
 from quire.kernels.cpu.kernel_cache import stored_njit
 from quire.kernels.cpu.products.linear import ROWS, UNIT, Int64s, PackedWeight, multiply_chunks
+from quire.kernels.torch_functions import without_replacements
 
 
 class WeightGroup:
@@ -103,6 +104,7 @@ def _chunks(ends: Int64s, addresses: Int64s, most_rows: int) -> Int64s:
     return chunks[:num_chunks]
 
 
+@without_replacements
 def grouped_sums(inputs: torch.Tensor, group: WeightGroup, ends: Int64s) -> torch.Tensor:
     """Multiply the rows of each weight by it, and return float32 ``[num_rows, out_features]``.
 

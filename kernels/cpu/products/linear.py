@@ -76,6 +76,7 @@ from quire.kernels.cpu.products.packed_product import (
     row_header,
 )
 from quire.kernels.cpu.products.transposed import HALVES, SWAPPED, WORDS, can_transpose, transpose_panels
+from quire.kernels.torch_functions import without_replacements
 
 logger = logging.getLogger(__name__)
 
@@ -347,6 +348,7 @@ _PACKED = Struct(f"{len(_FIELDS)}q")
 """Packs the arguments, in a quarter of the time of an array of NumPy."""
 
 
+@without_replacements
 def linear(
     inputs: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, num_segments: int = 1
 ) -> torch.Tensor:
