@@ -115,8 +115,10 @@ class CompiledStep:
         # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
         self._adapted: list[Any] = []
+        self._parts: list[Array] = []
         self._buffers: dict[str, torch.Tensor] = {}
-        self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tables: list[tuple[torch.Tensor, ...]] = []
+        self._tables32 = self._tables
         self._keeps_all_rows = True
         self._num_positions = 0
         attentions = [layer.attention for layer in recipe.layers]
@@ -136,7 +138,7 @@ class CompiledStep:
         self._grow_tables(int(tensors.positions.max()) + 1)
         self._grow_buffers(max(num_tokens, num_kept))
         logits = self._logits(num_logits)
-        steps, calls = self._step, self._attention
+        steps = self._step
         steps["num_tokens"] = num_tokens, num_kept
         steps["num_logits"] = num_logits
         steps["token_ids"] = tensors.input_ids.data_ptr()
@@ -150,18 +152,8 @@ class CompiledStep:
         keeps_all_rows = metadata.max_new_tokens == 1 and num_kept == num_tokens
         if keeps_all_rows != self._keeps_all_rows:
             self._place_kept_rows(keeps_all_rows)
-        calls["block_tables"] = _entry_addresses(metadata.block_tables, 2, self._frames)
-        calls["table_width"] = metadata.block_tables.shape[-1]
-        calls["query_starts"] = metadata.query_starts.data_ptr()
-        calls["seq_lens"] = metadata.seq_lens.data_ptr()
-        parts, tiles = last_parts, last_tiles = self._tiles(metadata)
-        if not keeps_all_rows and num_kept == len(metadata.query_starts) - 1:
-            last_parts = _one_row_each(tensors.logit_rows, metadata.query_starts)
-            last_tiles = one_part_each(num_kept)
-        calls["parts"][:-1], calls["parts"][-1] = parts.ctypes.data, last_parts.ctypes.data
-        calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
-        calls["num_programs"][:-1] = len(tiles) * self._shape.num_kv_heads
-        calls["num_programs"][-1] = len(last_tiles) * self._shape.num_kv_heads
+        if self._recipe.attentions:
+            self._place_attention(tensors)
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
         self._run_program(tensors, num_threads)
@@ -189,12 +181,12 @@ class CompiledStep:
 
     def _options(self, tensors: StepTensors) -> dict[str, Any]:
         """Return the arguments of the modules that have the place of attention."""
-        rotary, memory, positions = self._recipe.rotary, self._memory, tensors.positions[None]
-        inputs = self._inputs(len(tensors.input_ids))
+        memory, positions = self._memory, tensors.positions
+        tables = self._tables[0] if len(self._tables) == 1 else ()
         return {
-            "position_embeddings": None if rotary is None else rotary(inputs, positions),
+            "position_embeddings": tuple(each[positions][None] for each in tables) or None,
             "attention_mask": None,
-            "position_ids": positions,
+            "position_ids": positions[None],
             "past_key_values": None,
             "paged_step": PagedStep(
                 tensors.metadata, memory.layers, memory.scales, iter(()), memory.frames, self._states
@@ -238,6 +230,23 @@ class CompiledStep:
     def hidden_states(self, tensors: StepTensors) -> torch.Tensor:
         """Return float32 ``[num_hidden, hidden_size]`` of the step that has just run."""
         return self._buffers["normed"][tensors.num_logits : tensors.logit_rows.shape[0]]
+
+    def _place_attention(self, tensors: StepTensors) -> None:
+        """Tell the program's calls of attention which sequences there are."""
+        metadata, calls = tensors.metadata, self._attention
+        calls["block_tables"] = _entry_addresses(metadata.block_tables, 2, self._frames)
+        calls["table_width"] = metadata.block_tables.shape[-1]
+        calls["query_starts"] = metadata.query_starts.data_ptr()
+        calls["seq_lens"] = metadata.seq_lens.data_ptr()
+        parts, tiles = last_parts, last_tiles = self._tiles(metadata)
+        if not self._keeps_all_rows and len(tensors.logit_rows) == len(metadata.query_starts) - 1:
+            last_parts = _one_row_each(tensors.logit_rows, metadata.query_starts)
+            last_tiles = one_part_each(len(tensors.logit_rows))
+        self._parts = [parts, tiles, last_parts, last_tiles]
+        calls["parts"][:-1], calls["parts"][-1] = parts.ctypes.data, last_parts.ctypes.data
+        calls["tiles"][:-1], calls["tiles"][-1] = tiles.ctypes.data, last_tiles.ctypes.data
+        calls["num_programs"][:-1] = len(tiles) * self._shape.num_kv_heads
+        calls["num_programs"][-1] = len(last_tiles) * self._shape.num_kv_heads
 
     def _tiles(self, metadata: AttentionMetadata) -> tuple[Array, Array]:
         """Return the parts and tiles of a step."""
@@ -318,14 +327,12 @@ class CompiledStep:
             return
         self._num_positions = 1 << (num_positions - 1).bit_length()
         positions = torch.arange(self._num_positions)
-        self._tables = [
-            (cosines.float().contiguous(), sines.float().contiguous())
-            for cosines, sines in (rotate(positions) for rotate in self._recipe.rotations)
-        ]
+        self._tables = [rotate(positions) for rotate in self._recipe.rotations]
+        self._tables32 = [tuple(each.float().contiguous() for each in both) for both in self._tables]
         self._step["rotary_dim"] = self._tables[0][0].shape[1]
         for row, layer in zip(self._layers, self._recipe.layers, strict=True):
             if isinstance(layer.attention, AttentionRecipe) and layer.attention.rotation is not None:
-                tables = self._tables[layer.attention.rotation]
+                tables = self._tables32[layer.attention.rotation]
                 row["cosines"], row["sines"] = (each.data_ptr() for each in tables)
 
     def _fill_layers(self, heads: KvHeads, memory: KvMemory) -> None:

@@ -97,7 +97,6 @@ class StepRecipe:
         embedding: ``[vocab_size, hidden_size]``, or the packed output layer's weight.
         position_embedding: ``[num_positions + position_offset, hidden_size]``; None if there is none.
         rotations: the different rotations of the layers.
-        rotary: what computes the rotation of all layers for their modules; None if there is no such module.
         residual_scale: factor of each layer's contribution to the residual stream.
         final_norm: None if there is none.
         finish: function of the logits, such as a soft cap.
@@ -109,7 +108,6 @@ class StepRecipe:
     position_offset: int
     layers: tuple[LayerRecipe, ...]
     rotations: tuple[Rotation, ...]
-    rotary: torch.nn.Module | None
     residual_scale: float
     final_norm: RowNorm | None
     head: PackedLinear
@@ -191,7 +189,6 @@ class _Reader:
             position_offset=0,
             layers=tuple(layers),
             rotations=tuple(self._rotation(rotary, name) for name in rotation_names),
-            rotary=None if takes_kind else rotary,
             residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
             final_norm=self._take(_first(base, "final_layernorm", "embedding_norm", "norm"), RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
@@ -343,7 +340,6 @@ class _Reader:
             position_offset=offset,
             layers=tuple(layers),
             rotations=(),
-            rotary=None,
             residual_scale=1.0,
             final_norm=None if final_norm is None else self._take(final_norm, RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
