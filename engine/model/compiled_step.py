@@ -339,15 +339,17 @@ class CompiledStep:
         for index, layer in enumerate(self._recipe.layers):
             fill_layer(self._layers[index], layer)
             if isinstance(layer.attention, AttentionRecipe):
-                self._fill_attention(index, layer.attention.number, heads, memory)
+                self._fill_attention(index, layer.attention, heads, memory)
 
-    def _fill_attention(self, index: int, number: int, heads: KvHeads, memory: KvMemory) -> None:
-        """Fill in how a layer calls attention, which is the call of this number."""
+    def _fill_attention(self, index: int, layer: AttentionRecipe, heads: KvHeads, memory: KvMemory) -> None:
+        """Fill in how a layer calls attention."""
+        number = layer.number
         call, kv_layer, scales = heads.calls[number], memory.layers[number], memory.scales[number]
         row, arguments = self._layers[index], self._attention[index]
         first_counter = 2 * _CACHE_LINE + step_records.COUNTERS_PER_LAYER * len(self._layers) + 1
         row["kv"] = kv_layer.data_ptr()
         row["kv_scales"] = 0 if scales is None else scales.data_ptr()
+        row["query_stride"] = heads.head_dim * (2 if layer.is_gated else 1)
         row["attention"] = self._attention.ctypes.data + index * attention_program.ARGUMENTS.itemsize
         arguments["kv"], arguments["kv_scales"] = row["kv"], row["kv_scales"]
         arguments["block_stride"], arguments["value_offset"], arguments["head_stride"] = kv_layer.stride()[:3]

@@ -59,6 +59,7 @@ class AttentionRecipe:
     Attributes:
         number: the number of its call of attention, see ``KvHeads``.
         projections: the linear layers of queries, keys and values, or one for all of them.
+        is_gated: whether a gate, by whose sigmoid a head's result is multiplied, follows each head's query.
         query_scale: factor of the queries, in addition to the one that attention applies.
         rotation: index of the layer's rotation in ``StepRecipe.rotations``; None if it has none.
     """
@@ -67,6 +68,7 @@ class AttentionRecipe:
     projections: tuple[PackedLinear, ...]
     query_norm: RowNorm | None
     key_norm: RowNorm | None
+    is_gated: bool
     query_scale: float
     rotation: int | None
     output: PackedLinear
@@ -225,17 +227,21 @@ class _Reader:
         parts = {name for name, each in attention.named_children() if _has_weights(each)}
         if parts - {"q_norm", "k_norm", "q_layernorm", "k_layernorm"} != {*names, output}:
             return self._module(attention)
+        projections = tuple(self._take(getattr(attention, name), PackedLinear) for name in names)
+        projected = self._take(getattr(attention, output), PackedLinear)
+        excess = projections[0].out_features / projected.in_features if len(names) == 3 else 1
+        if excess not in (1, 2):
+            return self._module(attention)
         recipe = AttentionRecipe(
             number=_number(attention),
-            projections=tuple(self._take(getattr(attention, name), PackedLinear) for name in names),
+            projections=projections,
             query_norm=self._optional_norm(attention, "q_norm", "q_layernorm"),
             key_norm=self._optional_norm(attention, "k_norm", "k_layernorm"),
+            is_gated=excess == 2,
             query_scale=1.0,
             rotation=rotation,
-            output=self._take(getattr(attention, output), PackedLinear),
+            output=projected,
         )
-        if len(names) == 3 and recipe.projections[0].out_features != recipe.output.in_features:
-            return self._module(attention)
         if hasattr(attention, "sinks"):
             # The calls of attention have them.
             self._taken.add(id(attention))
@@ -287,6 +293,7 @@ class _Reader:
                     projections=(self._take(layer.attn.c_attn, PackedLinear),),
                     query_norm=None,
                     key_norm=None,
+                    is_gated=False,
                     query_scale=1.0,
                     rotation=None,
                     output=self._take(layer.attn.c_proj, PackedLinear),
@@ -314,6 +321,7 @@ class _Reader:
                     ),
                     query_norm=None,
                     key_norm=None,
+                    is_gated=False,
                     query_scale=layer.self_attn.scaling,
                     rotation=None,
                     output=self._take(layer.self_attn.out_proj, PackedLinear),

@@ -49,7 +49,7 @@ from quire.kernels.cpu.products.packed_product import (
     read_weight,
     row_bytes,
 )
-from quire.kernels.cpu.rows import activate, narrow, normalize
+from quire.kernels.cpu.rows import Activation, activate, narrow, normalize
 from quire.kernels.cpu.step_records import COUNTERS_PER_LAYER, LAYER, STEP
 
 _SPINS = 10_000
@@ -61,7 +61,7 @@ with 100,000 it took 4.6 ms instead of 2 ms when both threads shared one core.
 """
 
 _NUM_LINEARS, _OUTPUT, _GATE, _DOWN = len(LINEARS), *map(LINEARS.index, ("output", "gate", "down"))
-_NOT_ADAPTED = -1
+_NOT_ADAPTED, _SIGMOID = -1, int(Activation.SIGMOID)
 
 
 @exact
@@ -434,12 +434,12 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
         row = args.qkv + 4 * token * args.qkv_stride
         queries = args.queries + 4 * token * args.num_heads * dim
         for head in range(args.num_heads):
-            at = 4 * head * dim
+            query_at, output = row + 4 * head * layer.query_stride, queries + 4 * head * dim
             if layer.query_scale != 1.0:
-                query = carray(pointer(row + at, np.float32), (dim,))
+                query = carray(pointer(query_at, np.float32), (dim,))
                 for d in range(dim):
                     query[d] = narrow(query[d] * np.float32(layer.query_scale), storage)
-            _rotate(args, layer, row + at, queries + at, positions[token], layer.query_norm, storage)
+            _rotate(args, layer, query_at, output, positions[token], layer.query_norm, storage)
         for head in range(args.num_kv_heads):
             at = row + 4 * (args.key_column + head * dim)
             _rotate(args, layer, at, at, positions[token], layer.key_norm, storage)
@@ -567,8 +567,26 @@ def _attend(
         _quantize_tokens(args, layer, thread, num_threads)
         phase = _wait(args, num_threads, phase)
     call(args.attend, (layer.attention,))
-    next_phase: int = _wait(args, num_threads, phase)
-    return next_phase
+    phase = _wait(args, num_threads, phase)
+    if layer.query_stride > args.head_dim:
+        _gate_rows(args, layer, first, end, storage)
+        phase = _wait(args, num_threads, phase)
+    return phase
+
+
+@exact
+def _gate_rows(args: Any, layer: Any, first: int, end: int, storage: Any) -> None:
+    """Multiply each head's result by the sigmoid of its gate."""
+    keep_apart()
+    dim = args.head_dim
+    for head in range(first * args.num_heads, end * args.num_heads):
+        token, number = head // args.num_heads, head % args.num_heads
+        gates_at = args.qkv + 4 * (token * args.qkv_stride + number * layer.query_stride + dim)
+        activate(_SIGMOID, gates_at, dim, storage)
+        gates = carray(pointer(gates_at, np.float32), (dim,))
+        results = carray(pointer(args.attended + 4 * head * dim, np.float32), (dim,))
+        for d in range(dim):
+            results[d] = narrow(narrow(results[d], storage) * gates[d], storage)
 
 
 @exact

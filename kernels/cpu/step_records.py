@@ -25,6 +25,7 @@ LAYER = np.dtype(
         *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
         ("query_scale", np.float64),
+        ("query_stride", np.int64),
         *((name, np.int64) for name in ("output_borders", "output_bias", "down_borders", "down_bias")),
         ("cosines", np.int64),
         ("sines", np.int64),
@@ -36,11 +37,12 @@ LAYER = np.dtype(
 )
 """A layer.
 
-Up to three linear layers compute the queries, keys and values; "query" may compute all of them. Without "up"
-there is no gate, and "gate" is the only linear layer before the activation. If the inputs of "output" or
-"down" are divided among processes, "borders" is the address of the processes' first segments (see
-``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and the bias is added after the sum
-over the processes.
+Up to three linear layers compute the queries, keys and values; "query" may compute all of them. A head's
+query begins "query_stride" values after that of the head before. If that is more than head_dim, the gate of
+the head's result lies between them. Without "up" there is no gate, and "gate" is the only linear layer before
+the activation. If the inputs of "output" or "down" are divided among processes, "borders" is the address of
+the processes' first segments (see ``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and
+the bias is added after the sum over the processes.
 """
 
 _ADDRESSES = (
