@@ -53,14 +53,14 @@ def short_convolution(
     # Graphs pad a step with tokens of no sequence: these may get anything, but from memory that exists.
     rows = torch.searchsorted(starts[1:], tokens, right=True).clamp(max=len(tables) - 1)
     indices = tokens + (metadata.seq_lens - starts[1:])[rows]
+    past = indices[:, None] + torch.arange(1 - len(taps), 0, device=starts.device)
+    places = past.clamp(0, tables.shape[1] * block_size - 1)
+    blocks = tables[rows[:, None], places // block_size]
+    found = kv_layer[blocks, :, :, places % block_size].float()
+    if kv_scales is not None:
+        found *= kv_scales[blocks][..., None]
+    terms = (found.flatten(2, 3) * taps[:-1].float()).where((past >= 0)[..., None, None], 0.0)
     total = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
-    for tap, distance in zip(taps[:-1].float(), range(len(taps) - 1, 0, -1), strict=True):
-        past = (indices - distance).clamp(0, tables.shape[1] * block_size - 1)
-        blocks = tables[rows, past // block_size]
-        found = kv_layer[blocks, :, :, past % block_size].float()
-        if kv_scales is not None:
-            found *= kv_scales[blocks][..., None]
-        term = found.flatten(1, 2) * tap
-        total += term.where((indices >= distance)[:, None, None], 0.0)
-    total += inputs.float() * taps[-1].float()
+    for term in (*terms.unbind(1), inputs.float() * taps[-1].float()):
+        total += term
     return (total if bias is None else total + bias.float()).to(inputs.dtype)

@@ -28,20 +28,28 @@ def run_short_convolution(
     config = layer.config
     num_heads = 2 * config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not hasattr(layer, "convolutions"):
+        layer.convolutions = _convolutions(layer.conv, num_heads, head_dim)
     factor, output_factor, hidden_states = layer.in_proj(hidden_states).chunk(3, dim=-1)
-    inputs = _parts((factor * hidden_states)[0], num_heads, head_dim)
-    taps = _parts(layer.conv.weight[:, 0].T, num_heads, head_dim)
-    bias = None if layer.conv.bias is None else _parts(layer.conv.bias[None], num_heads, head_dim)
     sums = []
-    for index, part in enumerate(inputs):
-        convolution = Convolution(taps[index], None if bias is None else bias[index][0])
+    inputs = _parts((factor * hidden_states)[0], num_heads, head_dim)
+    for part, convolution in zip(inputs, layer.convolutions, strict=True):
         query = part.transpose(0, 1)[None]
         key, value = query.chunk(2, dim=1)
-        of_part = attend(query, key, value, sliding_window=len(taps[index]), convolution=convolution)
+        of_part = attend(query, key, value, sliding_window=len(convolution.taps), convolution=convolution)
         sums.append(of_part.flatten(2))
     summed = torch.cat(sums, dim=-1)[..., : hidden_states.shape[-1]]
     output: torch.Tensor = layer.out_proj(output_factor * summed)
     return output
+
+
+def _convolutions(conv: Any, num_heads: int, head_dim: int) -> list[Convolution]:
+    """Return the weights of each part of the channels."""
+    taps = _parts(conv.weight[:, 0].T, num_heads, head_dim)
+    if conv.bias is None:
+        return [Convolution(each, None) for each in taps]
+    biases = _parts(conv.bias[None], num_heads, head_dim)
+    return [Convolution(*both) for both in zip(taps, (each[0] for each in biases), strict=True)]
 
 
 def _parts(channels: torch.Tensor, num_heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:

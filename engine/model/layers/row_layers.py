@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
 from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.engine.model.layers.routers import Route, ungrouped_route
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.products.linear import pack
 from quire.kernels.cpu.rows import Activation, Norm
@@ -247,7 +248,9 @@ def _calls_replaced_functions(kind: type[torch.nn.Module]) -> bool:
 def make_batch_invariant(model: torch.nn.Module) -> None:
     """Replace the norms and functions of a model on the CPU."""
     for parent in list(model.modules()):
-        if _calls_replaced_functions(type(parent)):
+        if (route := _route(parent)) is not None:
+            parent.forward = route
+        elif _calls_replaced_functions(type(parent)):
             _use_kernel_functions(parent)
         for name, child in list(parent.named_children()):
             if (norm := _row_norm(child)) is not None:
@@ -256,6 +259,19 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
                 setattr(parent, name, KernelActivation(ACTIVATIONS[type(child).__name__]))
             elif type(child) in _KINDS:
                 setattr(parent, name, RowActivation(child))
+
+
+@torch.inference_mode()
+def _route(module: torch.nn.Module) -> Route | None:
+    """Return a router's function with fewer operators, if it agrees with the router."""
+    route = ungrouped_route(module)
+    if route is None:
+        return None
+    weight = module.get_parameter("weight")
+    inputs = torch.randn((64, weight.shape[1]), generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+    with KernelFunctions():
+        results = zip(route(inputs), module(inputs), strict=True)
+        return route if all(torch.allclose(mine, own, rtol=1e-4) for mine, own in results) else None
 
 
 def _row_norm(module: torch.nn.Module) -> RowNorm | PlainRowNorm | None:

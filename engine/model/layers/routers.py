@@ -1,0 +1,40 @@
+"""Routers of experts like DeepSeek-V3's, with fewer operators where its groups restrict nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.kernels.cpu import rows
+from quire.kernels.cpu.products.linear import pack
+from quire.kernels.cpu.rows import Activation
+
+Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Function that returns the logits ``[num_tokens, num_experts]``, the weights of the chosen experts and their
+numbers, each ``[num_tokens, num_chosen]``."""
+
+
+def ungrouped_route(router: Any) -> Route | None:
+    """Return what a router computes; None if it is not one of these, or chooses among groups of experts.
+
+    A token chooses the experts with the highest scores, the sigmoids of its logits plus a correction. The
+    weights are the scores without it.
+    """
+    if not hasattr(router, "e_score_correction_bias") or getattr(router, "num_group", 0) != 1:
+        return None
+    linear = PackedLinear(pack(router.weight.detach().float()))
+    correction, factor = router.e_score_correction_bias, router.routed_scaling_factor
+
+    def route(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = linear(hidden_states.reshape(-1, linear.in_features).float())
+        scores = rows.activation(logits, Activation.SIGMOID)
+        chosen = torch.topk(scores + correction, router.top_k, dim=-1, sorted=False)[1]
+        weights = scores.gather(1, chosen)
+        if router.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, weights * factor, chosen
+
+    return route
