@@ -1,8 +1,7 @@
-"""The operations on paged KV blocks. torch's dispatcher chooses the implementation for a device.
+"""The operations on paged KV blocks, for any device.
 
 KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; a layer's view
-is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``. The
-operations are ``torch.library`` operators.
+is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``.
 
 With latent attention a layer's view is ``[num_blocks, 1, 1, block_size, head_dim]``. All query heads share a
 row: a latent, which is also the value, and then the rotated key. Each has a scale in 8-bit blocks. Only the
@@ -24,25 +23,13 @@ from quire.kernels.quantization import KV_FORMATS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-if torch.cuda.is_available():
-    from quire.kernels.triton import attention as triton_attention
-    from quire.kernels.triton import blocks as triton_blocks
-
-    _ON_CUDA: dict[str, Callable[..., Any]] = {
-        "paged_attention": triton_attention.paged_attention,
-        "write_kv": triton_blocks.write_kv,
-        "copy_blocks": triton_blocks.copy_blocks,
-        "gather_blocks": triton_blocks.gather_blocks,
-        "scatter_blocks": triton_blocks.scatter_blocks,
-    }
-
-_library = torch.library.Library("quire", "DEF")
-
 
 @cache
-def _find_on_cpu(name: str) -> Callable[..., Any]:
+def _kernel(name: str, device_type: str) -> Callable[..., Any]:
+    """Return a function for a device; it is imported at its first use, since a GPU needs no Numba."""
     module = "attention" if name == "paged_attention" else "blocks"
-    return getattr(import_module(f"quire.kernels.cpu.{module}"), name)  # type: ignore[no-any-return]
+    folder = "cpu" if device_type == "cpu" else "triton"
+    return getattr(import_module(f"quire.kernels.{folder}.{module}"), name)  # type: ignore[no-any-return]
 
 
 def blocks_summed_together(device: torch.device, block_size: int) -> int:
@@ -52,35 +39,6 @@ def blocks_summed_together(device: torch.device, block_size: int) -> int:
     bits. On a GPU it is 1.
     """
     return span_blocks(block_size) if device.type == "cpu" else 1
-
-
-def _on_cpu(name: str) -> Callable[..., Any]:
-    """Return a CPU kernel that is imported at its first call, since a GPU needs no Numba."""
-    return lambda *arguments, **options: _find_on_cpu(name)(*arguments, **options)
-
-
-def _register(schema: str) -> None:
-    """Define an operator and its implementations."""
-    name = _library.define(schema)
-    _library.impl(name, _on_cpu(name), "CPU")
-    if torch.cuda.is_available():
-        _library.impl(name, _ON_CUDA[name], "CUDA")
-
-
-_register(
-    "paged_attention(Tensor query, Tensor kv_layer, Tensor block_tables, Tensor query_starts, "
-    "Tensor seq_lens, *, float scale, int? sliding_window=None, bool is_chunked=False, "
-    "float? logit_softcap=None, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? kv_scales=None, "
-    "int? latent_dim=None, int? max_new_tokens=None, str? arithmetic=None) "
-    "-> Tensor"
-)
-_register(
-    "write_kv(Tensor key, Tensor value, Tensor(a!) kv_layer, Tensor slot_mapping, Tensor(b!)? kv_scales=None)"
-    " -> ()"
-)
-_register("copy_blocks(Tensor(a!) blocks, Tensor pairs) -> ()")
-_register("gather_blocks(Tensor blocks, Tensor ids, Tensor(a!) out) -> ()")
-_register("scatter_blocks(Tensor staging, Tensor ids, Tensor(a!) blocks) -> ()")
 
 
 def paged_attention(
@@ -138,7 +96,8 @@ def paged_attention(
             raise ValueError(f"{name} is {tuple(each.shape)}: there are {query.shape[1]} query heads")
     # The kernels read these as arrays without strides.
     sinks, alibi_slopes = (None if each is None else each.contiguous() for each in (sinks, alibi_slopes))
-    output: torch.Tensor = torch.ops.quire.paged_attention(
+    only_on_cpu = {"latent_dim": latent_dim, "arithmetic": arithmetic} if query.is_cpu else {}
+    output: torch.Tensor = _kernel("paged_attention", query.device.type)(
         query,
         kv_layer,
         metadata.block_tables,
@@ -151,9 +110,8 @@ def paged_attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         kv_scales=kv_scales,
-        latent_dim=latent_dim,
         max_new_tokens=metadata.max_new_tokens,
-        arithmetic=arithmetic,
+        **only_on_cpu,
     )
     return output
 
@@ -183,7 +141,7 @@ def write_kv(
         raise ValueError(f"key and value must be {expected}, got {tuple(key.shape)} and {tuple(value.shape)}")
     _check_dtype("key", key, kv_layer)
     _check_dtype("value", value, kv_layer)
-    torch.ops.quire.write_kv(key, value, kv_layer, slot_mapping, kv_scales)
+    _kernel("write_kv", key.device.type)(key, value, kv_layer, slot_mapping, kv_scales)
 
 
 def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -191,17 +149,17 @@ def copy_blocks(blocks: torch.Tensor, pairs: torch.Tensor) -> None:
 
     No block may be in both columns, or twice in the second, since all copies run concurrently.
     """
-    torch.ops.quire.copy_blocks(blocks, pairs)
+    _kernel("copy_blocks", blocks.device.type)(blocks, pairs)
 
 
 def gather_blocks(blocks: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
     """Copy each block ``blocks[ids[i]]`` to ``out[i]``."""
-    torch.ops.quire.gather_blocks(blocks, ids, out)
+    _kernel("gather_blocks", blocks.device.type)(blocks, ids, out)
 
 
 def scatter_blocks(staging: torch.Tensor, ids: torch.Tensor, blocks: torch.Tensor) -> None:
     """Copy each ``staging[i]`` to block ``blocks[ids[i]]``; no id may occur twice."""
-    torch.ops.quire.scatter_blocks(staging, ids, blocks)
+    _kernel("scatter_blocks", blocks.device.type)(staging, ids, blocks)
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, kv_layer: torch.Tensor) -> None:
