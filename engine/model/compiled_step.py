@@ -24,6 +24,7 @@ from quire.engine.model.step_recipe import (
     NoRecipeError,
     StepRecipe,
     read_recipe,
+    shared_expert,
 )
 from quire.engine.model.step_tensors import StepTensors
 from quire.kernels.cpu import attention, attention_program, step, step_records, threads
@@ -173,7 +174,8 @@ class CompiledStep:
             is_last = number == len(self._layers) - 1
             if is_mlp:
                 first_layer, begins_with_mlp = number + 1, False
-                self._run_mlp(module, len(tensors.logit_rows if is_last else tensors.input_ids))
+                shared = None if self._recipe.layers[number].shared is None else shared_expert(module)
+                self._run_mlp(module, shared, len(tensors.logit_rows if is_last else tensors.input_ids))
             else:
                 first_layer, begins_with_mlp = number, True
                 self._run_mixer(module, options, tensors.logit_rows if is_last else None)
@@ -210,9 +212,14 @@ class CompiledStep:
             copies.view(-1, size).copy_(self._buffers["hidden"][kept_rows])
         self._update(rows)
 
-    def _run_mlp(self, module: torch.nn.Module, num_rows: int) -> None:
-        if num_rows:
-            self._update(_rows(module(self._inputs(num_rows))))
+    def _run_mlp(self, module: torch.nn.Module, shared: torch.nn.Module | None, num_rows: int) -> None:
+        """Run a module of experts; the program has computed the one that is ``shared`` by all tokens."""
+        if not num_rows:
+            return
+        inputs = self._inputs(num_rows)
+        computed = self._buffers["update"][:num_rows, : inputs.shape[-1]].to(self._dtype)
+        with _returning(computed, shared):
+            self._update(_rows(module(inputs)))
 
     def _inputs(self, num_rows: int) -> torch.Tensor:
         """Return the inputs of a module, ``[1, num_rows, hidden_size]``."""
@@ -440,6 +447,22 @@ class CompiledStep:
         return held.data_ptr()
 
 
+@contextmanager
+def _returning(rows: torch.Tensor, module: torch.nn.Module | None) -> Iterator[None]:
+    """Let a module return these rows, whose inputs are all rows of the step."""
+    if module is None:
+        yield
+        return
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = lambda inputs: rows.view(inputs.shape)
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
 def _rows(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the rows that a module computes; some modules return more than that."""
     return (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).flatten(0, -2)
@@ -466,7 +489,8 @@ def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:
 def _linears(recipe: StepRecipe) -> list[PackedLinear]:
     """Return the linear layers that the program computes; the output layer only if there are no others."""
     of_attention = [layer for each in recipe.attentions for layer in (*each.projections, each.output)]
-    of_mlps = [layer for each in recipe.mlps for layer in (each.gate, each.up or each.gate, each.down)]
+    mlps = recipe.mlps + [each.shared for each in recipe.layers if each.shared is not None]
+    of_mlps = [layer for each in mlps for layer in (each.gate, each.up or each.gate, each.down)]
     return of_attention + of_mlps or [recipe.head]
 
 

@@ -36,8 +36,9 @@ def fill_layer(row: Any, layer: LayerRecipe) -> None:
             row[name] = linear_record(projection)
         row["query_scale"] = attention.query_scale
         _fill_added(row, "output", attention.output)
-    if isinstance(layer.mlp, MlpRecipe):
-        _fill_mlp(row, layer.mlp)
+    row["has_experts"] = not isinstance(layer.mlp, MlpRecipe)
+    if (mlp := layer.mlp if isinstance(layer.mlp, MlpRecipe) else layer.shared) is not None:
+        _fill_mlp(row, mlp)
 
 
 def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:

@@ -81,6 +81,7 @@ class LayerRecipe:
     Attributes:
         attention: a module if it has another shape, or is something else.
         mlp: a module if it has experts.
+        shared: the expert of all tokens, which the program computes for this module; None if there is none.
     """
 
     attention_norm: RowNorm
@@ -89,6 +90,7 @@ class LayerRecipe:
     mlp_norm: RowNorm
     mlp: MlpRecipe | torch.nn.Module
     after_mlp_norm: RowNorm | None
+    shared: MlpRecipe | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class _Reader:
             ),
             mlp=self._llama_mlp(mlp),
             after_mlp_norm=self._optional_norm(layer, "post_feedforward_layernorm"),
+            shared=self._shared_expert(mlp),
         )
 
     def _llama_attention(self, attention: Any, rotation: int | None) -> AttentionRecipe | torch.nn.Module:
@@ -254,6 +257,11 @@ class _Reader:
             return self._gated_mlp(mlp)
         except NoRecipeError:
             return self._module(mlp)
+
+    def _shared_expert(self, mlp: torch.nn.Module) -> MlpRecipe | None:
+        expert = shared_expert(mlp)
+        recipe = None if expert is None else self._llama_mlp(expert)
+        return recipe if isinstance(recipe, MlpRecipe) else None
 
     def _module(self, module: torch.nn.Module) -> torch.nn.Module:
         self._taken.update(map(id, module.modules()))
@@ -410,6 +418,13 @@ def _number(attention: Any) -> int:
     if len(numbers) != 1:
         raise NoRecipeError(f"{type(attention).__name__} calls attention {len(numbers)} times")
     return numbers[0]
+
+
+def shared_expert(mlp: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the expert of all tokens in a module of experts; None if there is none."""
+    if not hasattr(mlp, "experts"):
+        return None
+    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
 
 
 def _first(layer: Any, *names: str) -> Any:

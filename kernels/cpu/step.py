@@ -5,7 +5,7 @@ once per step. It takes work from counters that the threads share, and waits at 
 
 A layer without an output layer has its attention elsewhere, and one without a gate its MLP. The program then
 ends with the inputs of this part in ``normed``, and goes on behind it when it is called again, with the
-outputs in ``update``.
+outputs in ``update``. An expert of all tokens leaves its outputs there for the module of the other experts.
 
 All values between operations are float32, rounded to the model's dtype where the modules would store them.
 """
@@ -785,6 +785,8 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
         phase, round_number = _run_mlp(
             args, layer, index, thread, num_threads, phase, round_number, storage, item_bytes, stored
         )
+        if layer.has_experts:
+            return
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
     phase = _wait(args, num_threads, phase)

@@ -24,6 +24,7 @@ LAYER = np.dtype(
         *((name, NORM) for name in ("mlp_norm", "after_mlp_norm")),
         *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
+        ("has_experts", np.int64),
         ("query_scale", np.float64),
         ("query_stride", np.int64),
         *((name, np.int64) for name in ("output_borders", "output_bias", "down_borders", "down_bias")),
@@ -40,9 +41,10 @@ LAYER = np.dtype(
 Up to three linear layers compute the queries, keys and values; "query" may compute all of them. A head's
 query begins "query_stride" values after that of the head before. If that is more than head_dim, the gate of
 the head's result lies between them. Without "up" there is no gate, and "gate" is the only linear layer before
-the activation. If the inputs of "output" or "down" are divided among processes, "borders" is the address of
-the processes' first segments (see ``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and
-the bias is added after the sum over the processes.
+the activation. With "has_experts" these layers are an expert of all tokens, whose outputs a module gets. If
+the inputs of "output" or "down" are divided among processes, "borders" is the address of the processes' first
+segments (see ``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and the bias is added
+after the sum over the processes.
 """
 
 _ADDRESSES = (

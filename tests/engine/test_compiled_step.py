@@ -38,6 +38,16 @@ def test_a_program_gives_the_bits_of_the_modules(
     assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
+def test_little_is_left_to_modules(tiny_model: Callable[[str], Path]) -> None:
+    recipe = load_model(str(tiny_model("qwen3_next")), "float32", CPU).recipe
+    assert recipe is not None
+    assert [each.is_gated for each in recipe.attentions] == [True]
+    assert len(recipe.mlps) + sum(layer.shared is not None for layer in recipe.layers) == len(recipe.layers)
+    recipe = load_model(str(tiny_model("lfm2")), "float32", CPU).recipe
+    assert recipe is not None
+    assert len(recipe.mlps) == len(recipe.layers)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_blocks_of_8_bits_get_the_same_bits(tiny_model: Callable[[str], Path], kv_cache_dtype: str) -> None:
     for architecture in ("llama", "gemma3"):
