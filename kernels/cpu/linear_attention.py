@@ -153,7 +153,7 @@ class LinearAttention(NamedTuple):
         numbers = (*sizes, num_decays, self.decay, self.most_replaced, 0)
         fields = (*(each.data_ptr() for each in (*tensors, *weights)), *numbers)
         values = (*fields, *place_values(metadata, places, self.row_size))
-        run(_kernel(), np.array([values], dtype=_ARGUMENTS))
+        run(_kernel(), _FIELDS, values)
         return outputs
 
     def _mixed(self, inputs: torch.Tensor, metadata: AttentionMetadata, places: StatePlaces) -> torch.Tensor:

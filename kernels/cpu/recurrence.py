@@ -7,6 +7,7 @@ like the recurrence itself runs token by token, in float32.
 
 from __future__ import annotations
 
+from array import array
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -104,11 +105,12 @@ def place_values(metadata: AttentionMetadata, places: StatePlaces, row_size: int
     return (tables.data_ptr(), *sequences, *where, row_size)
 
 
-def run(kernel: Any, arguments: Array) -> None:
-    """Run a kernel on all threads; it counts its tasks in the argument ``next_task``."""
-    counter = np.zeros(1, np.int64)
-    arguments["next_task"] = counter.ctypes.data
-    threads.run(kernel.address, arguments.ctypes.data, torch.get_num_threads())
+def run(kernel: Any, fields: tuple[str, ...], values: tuple[int, ...]) -> None:
+    """Run a kernel on all threads; its argument ``next_task`` becomes the address of a count of its tasks."""
+    arguments = array("q", (*values, 0))
+    address, _ = arguments.buffer_info()
+    arguments[fields.index("next_task")] = address + arguments.itemsize * len(values)
+    threads.run(kernel.address, address, torch.get_num_threads())
 
 
 def num_conv_rows(taps: torch.Tensor, row_size: int) -> int:
@@ -140,7 +142,7 @@ def convolve(
     earlier = torch.empty((metadata.block_tables.shape[1], len(taps) - 1, num_channels))
     tensors = (inputs, mixed, earlier, taps, bias)
     numbers = (num_tokens, num_channels, len(taps), 0, *place_values(metadata, places, row_size))
-    run(_kernel(), np.array([(*(each.data_ptr() for each in tensors), *numbers)], dtype=_ARGUMENTS))
+    run(_kernel(), _FIELDS, (*(each.data_ptr() for each in tensors), *numbers))
     return mixed
 
 

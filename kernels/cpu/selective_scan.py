@@ -95,7 +95,7 @@ class SelectiveScan(NamedTuple):
         scratch = torch.empty((metadata.block_tables.shape[1] * num_heads, 2, size))
         numbers = (len(mixed), self.num_outputs, num_heads, self.key_dim, 0)
         values = (*(each.data_ptr() for each in (*tensors, scratch)), *numbers)
-        run(_kernel(), np.array([(*values, *place_values(metadata, places, size))], dtype=_ARGUMENTS))
+        run(_kernel(), _FIELDS, (*values, *place_values(metadata, places, size)))
         return outputs
 
 

@@ -7,6 +7,7 @@ some of the segments computes subtrees of these sums, so the bits do not depend 
 
 from __future__ import annotations
 
+from array import array
 from functools import cache
 from typing import Any
 
@@ -59,7 +60,6 @@ def weighted_sums(
     """
     (num_rows, width), (num_tokens, num_places) = values.shape, places.shape
     output = torch.empty((len(pieces) - 1, num_tokens, width))
-    counter = np.zeros(1, np.int64)
     fields = (
         values.data_ptr(),
         factors.data_ptr(),
@@ -67,7 +67,7 @@ def weighted_sums(
         places.ctypes.data,
         pieces.ctypes.data,
         output.data_ptr(),
-        counter.ctypes.data,
+        0,
         num_rows,
         values.stride(0),
         width,
@@ -75,9 +75,11 @@ def weighted_sums(
         num_places,
         len(pieces) - 1,
     )
-    arguments = np.array([fields], _ARGUMENTS)
+    arguments = array("q", (*fields, 0))
+    address, _ = arguments.buffer_info()
+    arguments[_FIELDS.index("next_token")] = address + arguments.itemsize * len(fields)
     num_threads = torch.get_num_threads() if values.numel() >= _MIN_THREADED_VALUES else 1
-    threads.run(_kernel().address, arguments.ctypes.data, num_threads)
+    threads.run(_kernel().address, address, num_threads)
     return output
 
 

@@ -92,16 +92,16 @@ def group_choices(chosen: Int64s, first: int, num_weights: int) -> Groups:
 
 @stored_njit
 def _chunks(ends: Int64s, addresses: Int64s, most_rows: int) -> Int64s:
-    """Return the chunks of ``multiply_chunks``."""
+    """Return the chunks of ``multiply_chunks``, and a row of zeros behind them."""
     num_weights, num_chunks, start = len(ends), 0, 0
-    chunks = np.empty((ends[-1] // most_rows + num_weights, 4), np.int64)
+    chunks = np.zeros((ends[-1] // most_rows + num_weights + 1, 4), np.int64)
     for weight in range(num_weights):
         for first in range(start, ends[weight], most_rows):
             chunks[num_chunks, 0], chunks[num_chunks, 1] = first, min(most_rows, ends[weight] - first)
             chunks[num_chunks, 2:4] = addresses[weight]
             num_chunks += 1
         start = ends[weight]
-    return chunks[:num_chunks]
+    return chunks[: num_chunks + 1]
 
 
 @without_replacements
@@ -116,4 +116,6 @@ def grouped_sums(inputs: torch.Tensor, group: WeightGroup, ends: Int64s) -> torc
     """
     weight = group.weights[0]
     chunks = _chunks(ends, group.addresses, ROWS)
-    return multiply_chunks(weight.operands(inputs), chunks, weight)[:, : weight.out_features]
+    operands = weight.operands(inputs)
+    sums = multiply_chunks(operands, chunks.ctypes.data, len(chunks) - 1, weight)
+    return sums[:, : weight.out_features]

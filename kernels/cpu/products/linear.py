@@ -15,6 +15,7 @@ bits do not depend on the number of processes either.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -384,13 +385,19 @@ def sums(
     rows = weight.operands(inputs.reshape(-1, weight.in_features))
     weight_at, bias_at = weight.panels.data_ptr(), 0 if bias is None else bias.data_ptr()
     num_rows = rows.shape[0] // num_heads
-    chunks = [(first, min(ROWS, num_rows - first), weight_at, bias_at) for first in range(0, num_rows, ROWS)]
-    return multiply_chunks(rows, np.array(chunks, np.int64), weight, num_segments, own_inputs, num_heads)
+    chunks = array("q")
+    for first in range(0, num_rows, ROWS):
+        chunks.extend((first, min(ROWS, num_rows - first), weight_at, bias_at))
+    num_chunks = len(chunks) // 4
+    chunks.append(0)
+    address = chunks.buffer_info()[0]
+    return multiply_chunks(rows, address, num_chunks, weight, num_segments, own_inputs, num_heads)
 
 
 def multiply_chunks(
     rows: torch.Tensor,
-    chunks: Int64s,
+    chunks_at: int,
+    num_chunks: int,
     weight: PackedWeight,
     num_segments: int = 1,
     own_inputs: range | None = None,
@@ -400,32 +407,34 @@ def multiply_chunks(
 
     Args:
         rows: what ``weight.operands`` returned.
-        chunks: int64 ``[num_chunks, 4]``: for each chunk its first row, the number of its rows, which is at
-            most ``ROWS``, and the addresses of its weight and its bias, or 0.
+        chunks_at: address of int64 ``[num_chunks, 4]``: for each chunk its first row, the number of its rows,
+            which is at most ``ROWS``, and the addresses of its weight and its bias, or 0. A zero follows,
+            with which threads count the units that they take.
         weight: one of the weights.
         num_segments, own_inputs, num_heads: as for ``sums``.
     """
     own, num_units = own_inputs or range(weight.in_features), weight.num_units
-    counter, row_bytes = np.zeros(1, np.int64), rows.itemsize * rows.shape[1]
-    output = torch.empty((rows.shape[0] // num_heads, num_units * UNIT))
+    (num_operands, row_size), width = rows.shape, num_units * UNIT
+    row_bytes = rows.itemsize * row_size
+    output = torch.empty((num_operands // num_heads, width))
     arguments = (
         rows.data_ptr(),
-        chunks.ctypes.data,
+        chunks_at,
         output.data_ptr(),
-        counter.ctypes.data,
-        len(chunks),
+        chunks_at + 32 * num_chunks,
+        num_chunks,
         weight.in_features,
         own.start,
         len(own),
         num_segments,
         num_heads * row_bytes,
-        output.shape[1],
+        width,
         num_units,
         row_bytes,
         num_units // num_heads,
         unit_kernel(weight.stored).address,
     )
-    is_threaded = output.numel() * len(own) >= _MIN_THREADED_WORK
+    is_threaded = num_operands // num_heads * width * len(own) >= _MIN_THREADED_WORK
     num_threads = torch.get_num_threads() if is_threaded else 1
     threads.run(_kernel().address, _PACKED.pack(*arguments), num_threads)
     return output
