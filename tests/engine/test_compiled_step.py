@@ -22,7 +22,7 @@ COVERED = [
 ]
 WITH_MODULES = [
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"),
-    *("lfm2", "bamba", "qwen3_next", "glm4_moe_lite", "kimi_linear"),
+    *("lfm2", "bamba", "qwen3_next", "qwen3_5_text", "glm4_moe_lite", "kimi_linear"),
 ]
 CPU = torch.device("cpu")
 
