@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
+from quire.benchmarks.harness.random_adapters import make_adapter
 from quire.client import AsyncClient, NotFound, QuireError
 from quire.client.admin import AdminClient
 from quire.engine.weights.adapters import load_adapter
@@ -23,7 +24,6 @@ from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.tenants.api_keys import Tenant
 from quire.services.worker.config import DiskFolder
-from tests.testing.adapters import make_adapter
 from tests.testing.api_keys import write_keys
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, metric, wait_until_idle

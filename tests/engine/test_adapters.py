@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.benchmarks.harness.random_adapters import make_adapter
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
@@ -20,7 +21,7 @@ from quire.engine.weights.adapters import UnsupportedAdapterError, load_adapter
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.metadata import Adapter
 from quire.kvindex.block_hash import CacheScope, block_hash, root_hash
-from tests.testing.adapters import logprobs_by_formula, make_adapter
+from tests.testing.adapters import logprobs_by_formula
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, output, run, run_in_order
 
 NUM_PROMPT, NUM_NEW = 90, 40

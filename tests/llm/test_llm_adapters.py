@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from quire.benchmarks.harness.random_adapters import make_adapter
 from quire.engine.weights.adapters import UnsupportedAdapterError, load_adapter
 from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import CacheScope, root_hash
 from quire.llm import LLM, BeamSearchParams, SamplingParams
-from tests.testing.adapters import make_adapter
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run_in_order
 
 NUM_NEW = 30
