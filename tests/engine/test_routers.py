@@ -36,5 +36,8 @@ def test_a_route_has_the_bits_of_the_router(norm_topk_prob: bool) -> None:
 
 def test_other_routers_are_left_alone() -> None:
     assert ungrouped_route(make_router(n_group=4, topk_group=2)) is None
+    without_factor = make_router(n_group=1, topk_group=1)
+    del without_factor.routed_scaling_factor
+    assert ungrouped_route(without_factor) is None
     config = DeepseekV2Config(**SIZES, n_group=1, topk_group=1)
     assert ungrouped_route(DeepseekV2TopkRouter(config)) is None

@@ -17,13 +17,16 @@ Route = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 numbers, each ``[num_tokens, num_chosen]``."""
 
 
+_READ = ("e_score_correction_bias", "routed_scaling_factor", "norm_topk_prob", "top_k")
+
+
 def ungrouped_route(router: Any) -> Route | None:
     """Return what a router computes; None if it is not one of these, or chooses among groups of experts.
 
     A token chooses the experts with the highest scores, the sigmoids of its logits plus a correction. The
     weights are the scores without it.
     """
-    if not hasattr(router, "e_score_correction_bias") or getattr(router, "num_group", 0) != 1:
+    if getattr(router, "num_group", 0) != 1 or not all(hasattr(router, name) for name in _READ):
         return None
     linear = PackedLinear(pack(router.weight.detach().float()))
     correction, factor = router.e_score_correction_bias, router.routed_scaling_factor
