@@ -50,19 +50,21 @@ class DividedLinear:
     """A linear layer that can be divided.
 
     Attributes:
+        size: number of outputs or inputs, whichever are divided.
         is_key_value: whether its outputs are keys or values.
         shares: how the attention or MLP that it belongs to is divided.
     """
 
     division: Division
+    size: int
     is_key_value: bool
     shares: Shares
 
-    def own(self, size: int, rank: int, num_ranks: int) -> slice:
-        """Return a rank's part of ``size`` outputs or inputs."""
+    def own(self, rank: int, num_ranks: int) -> slice:
+        """Return a rank's part of the outputs or inputs."""
         if not self.is_key_value:
-            return self.shares.own(size, rank, num_ranks)
-        heads, head_dim = self.shares.own_kv_heads(rank, num_ranks), size // self.shares.num_kv_heads
+            return self.shares.own(self.size, rank, num_ranks)
+        heads, head_dim = self.shares.own_kv_heads(rank, num_ranks), self.size // self.shares.num_kv_heads
         return slice(heads.start * head_dim, heads.stop * head_dim)
 
 
@@ -167,8 +169,8 @@ def _divide_block(
     if hasattr(block, "layer_idx") or set(outputs.values()) != {inputs}:
         return {}
     shares = Shares(num_segments_of(inputs, inputs))
-    layers = {path: DividedLinear(Division.COLUMN, False, shares) for path in columns}
-    return layers | {rows[0]: DividedLinear(Division.ROW, False, shares)}
+    layers = {path: DividedLinear(Division.COLUMN, inputs, False, shares) for path in columns}
+    return layers | {rows[0]: DividedLinear(Division.ROW, inputs, False, shares)}
 
 
 def _divide_attention(
@@ -181,10 +183,10 @@ def _divide_attention(
         return {}
     shares = Shares(num_segments_of(inputs, num_heads), num_heads, num_kv_heads)
     return {
-        f"{name}.q_proj": DividedLinear(Division.COLUMN, False, shares),
-        f"{name}.k_proj": DividedLinear(Division.COLUMN, True, shares),
-        f"{name}.v_proj": DividedLinear(Division.COLUMN, True, shares),
-        row: DividedLinear(Division.ROW, False, shares),
+        f"{name}.q_proj": DividedLinear(Division.COLUMN, inputs, False, shares),
+        f"{name}.k_proj": DividedLinear(Division.COLUMN, kv_size, True, shares),
+        f"{name}.v_proj": DividedLinear(Division.COLUMN, kv_size, True, shares),
+        row: DividedLinear(Division.ROW, inputs, False, shares),
     }
 
 

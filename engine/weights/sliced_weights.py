@@ -204,11 +204,8 @@ def _slices(
     """Return the dimension and the indices of this rank's part of each divided parameter."""
     parts: dict[str, tuple[int, slice]] = {}
     for path, each in plan.linears.items():
-        linear = model.get_submodule(path)
-        dimension = 0 if each.division is Division.COLUMN else 1
-        size = linear.get_parameter("weight").shape[dimension]
-        own = each.own(size, rank, num_ranks)
-        parts[f"{path}.weight"] = dimension, own
+        own = each.own(rank, num_ranks)
+        parts[f"{path}.weight"] = 0 if each.division is Division.COLUMN else 1, own
         if each.division is Division.COLUMN:
             parts[f"{path}.bias"] = 0, own
     for path, experts in plan.experts.items():
