@@ -37,6 +37,7 @@ class Options:
     rank: int = 16
     rounds: int = 7
     threads: int = 2
+    ranks: Annotated[int, "processes that divide the model, and the threads"] = 1
 
 
 class Case(NamedTuple):
@@ -73,7 +74,12 @@ def main(options: Options) -> Report:
         }
         num_blocks = 32 * options.adapters
         with LLM(
-            str(folder), dtype=options.dtype, num_blocks=num_blocks, threads=options.threads, lora=lora
+            str(folder),
+            dtype=options.dtype,
+            num_blocks=num_blocks,
+            threads=options.threads,
+            tensor_parallel_size=options.ranks,
+            lora=lora,
         ) as llm:
             models = dict(zip(_SIDES, ([""] * len(names), names[:1] * len(names), names), strict=True))
             rows = [_measure(llm, case, models, options.rounds) for case in CASES]

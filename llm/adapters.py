@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from quire.engine.weights.adapters import Adapter, UnsupportedAdapterError, load_adapter
-from quire.engine.weights.loader import LoadedModel
+from quire.engine.weights.adapters import Adapter, UnsupportedAdapterError
 
 
-def load_adapters(paths: Mapping[str, str], model: LoadedModel) -> dict[str, Adapter]:
-    """Load the adapter at each path for a model.
+def load_adapters(paths: Mapping[str, str], load: Callable[[str], Adapter]) -> dict[str, Adapter]:
+    """Load the adapter at each path by the given function.
 
     Raises:
         ValueError: a name is empty, which would name the model itself.
@@ -18,12 +17,12 @@ def load_adapters(paths: Mapping[str, str], model: LoadedModel) -> dict[str, Ada
     """
     if "" in paths:
         raise ValueError('each adapter must have a name: "" is the model without an adapter')
-    return {name: _load(name, path, model) for name, path in paths.items()}
+    return {name: _load(name, path, load) for name, path in paths.items()}
 
 
-def _load(name: str, path: str, model: LoadedModel) -> Adapter:
+def _load(name: str, path: str, load: Callable[[str], Adapter]) -> Adapter:
     try:
-        return load_adapter(path, model)
+        return load(path)
     except UnsupportedAdapterError as error:
         raise UnsupportedAdapterError(f"cannot load the adapter {name} from {path}: {error}") from error
 

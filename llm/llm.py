@@ -12,7 +12,7 @@ from quire.engine.device import choose_device
 from quire.engine.engine import Engine, EngineParts
 from quire.engine.pool_memory import allocate_pool, allocate_swap_space
 from quire.engine.ranks.parallel_runner import ParallelRunner
-from quire.engine.ranks.ranks import Ranks, start_ranks
+from quire.engine.ranks.ranks import Ranks, load_adapter_on, start_ranks
 from quire.engine.runner.processors import num_cores
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences import sequence as engine_types
@@ -22,6 +22,7 @@ from quire.engine.structured_output.dead_ends import dead_end
 from quire.engine.structured_output.grammar import GrammarCompiler, GrammarMatcher
 from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
+from quire.engine.weights.adapters import Adapter
 from quire.engine.weights.loader import load_model
 from quire.kvindex.block_hash import CacheScope, block_hash, root_hash
 from quire.llm.adapters import find_adapter, load_adapters
@@ -72,7 +73,7 @@ class LLM:
         self._ranks = start_ranks(config, device)
         try:
             self._engine: Engine | None = _make_engine(config, device, self._ranks)
-            self._adapters = load_adapters(config.lora or {}, self._engine.model)
+            self._adapters = load_adapters(config.lora or {}, self._load_adapter)
         except BaseException:
             self._close_ranks()
             raise
@@ -127,7 +128,10 @@ class LLM:
             UnsupportedAdapterError: the adapter cannot be served, or not with this model.
             OSError: there is no such adapter, or a file of it is missing or damaged.
         """
-        self._adapters |= load_adapters({name: path}, self.engine.model)
+        self._adapters |= load_adapters({name: path}, self._load_adapter)
+
+    def _load_adapter(self, path: str) -> Adapter:
+        return load_adapter_on(self._ranks, path, self.engine.model)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; its memory is freed when the last request that uses it has ended.

@@ -69,6 +69,11 @@ class SharedSizes:
         return exchange.MOST_PIECES * self.piece_bytes
 
     @property
+    def gathered_width(self) -> int:
+        """Most values in a row that the ranks gather in the slots of a round."""
+        return self.num_ranks * exchange.MOST_PIECES * self.sum_width
+
+    @property
     def offsets(self) -> tuple[int, int, int, int]:
         """Offsets at which the slots, the logits and the message begin, and at which the memory ends."""
         slots = _PAGE

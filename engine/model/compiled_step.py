@@ -159,7 +159,8 @@ class CompiledStep:
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
         self._run_program(tensors, num_threads)
         if self._collectives is not None:
-            self._collectives.num_rounds += self._num_sums
+            # With adapters, the ranks gather the inputs of each of these layers too.
+            self._collectives.num_rounds += self._num_sums * (1 if tensors.adapters is None else 2)
             self._collectives.meet()
         chosen = logits[:, : self._vocab_size]
         finish = self._recipe.finish
@@ -276,7 +277,7 @@ class CompiledStep:
         """Tell the program which tokens have which adapters; the second step has only the kept tokens."""
         adapters = tensors.adapters
         if adapters is None:
-            self._step["adapted"]["num_rows"] = 0
+            self._step["adapted"]["num_rows"] = self._step["adapted"]["max_rank"] = 0
             return
         sums = torch.empty(
             (max(tensors.input_ids.shape[0], tensors.logit_rows.shape[0]), SLOTS, adapters.max_rank)

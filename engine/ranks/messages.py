@@ -1,4 +1,4 @@
-"""How rank 0 sends steps to the other ranks: a header through a pipe, and tensors in shared memory.
+"""How rank 0 sends steps to the other ranks: a header through a socket, and tensors in shared memory.
 
 The tensors of a message are valid until the next meeting of all ranks.
 """
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from quire.engine.model.collectives import RanksError, SharedMemory
-from quire.engine.model.step_tensors import StepTensors
+from quire.engine.model.step_tensors import RowAdapters, StepTensors
 from quire.kernels.metadata import AttentionMetadata
 
-_HEADER = struct.Struct("7q")
+_HEADER = struct.Struct("8q")
 HEADER_BYTES = _HEADER.size
 
 
@@ -25,17 +25,20 @@ class Kind(IntEnum):
 
     MAP_POOL = 1
     STEP = 2
+    LOAD_ADAPTER = 3
+    """Its number is the adapter's address in rank 0. A descriptor of its ``weights_file`` comes with it."""
+    DROP_ADAPTER = 4
 
 
 class Header(NamedTuple):
-    """A kind and six numbers, whose meaning depends on the kind."""
+    """A kind and up to seven numbers, whose meaning depends on the kind."""
 
     kind: int
-    numbers: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    numbers: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return the bytes that go through the pipe."""
-        return _HEADER.pack(self.kind, *self.numbers)
+        """Return the bytes that go through the socket."""
+        return _HEADER.pack(self.kind, *self.numbers, *[0] * (7 - len(self.numbers)))
 
     @classmethod
     def of(cls, data: bytes) -> Header:
@@ -47,7 +50,7 @@ class Header(NamedTuple):
 def message_bytes(max_tokens: int, max_num_seqs: int, max_table_width: int, max_frames: int = 1) -> int:
     """Return the most bytes of a step's tensors; a block has at most ``max_frames`` frames."""
     num_per_frame = max_tokens + max_num_seqs * max_table_width
-    return 8 * (3 * max_tokens + 4 * max_num_seqs + max_frames * num_per_frame + 64)
+    return 8 * (4 * max_tokens + 4 * max_num_seqs + max_frames * num_per_frame + 64)
 
 
 def write_step(memory: SharedMemory, step: StepTensors) -> Header:
@@ -72,14 +75,21 @@ def write_step(memory: SharedMemory, step: StepTensors) -> Header:
         metadata.seq_lens,
     ):
         writer.put(tensor)
+    max_rank = 0
+    if step.adapters is not None:
+        writer.put(torch.from_numpy(step.adapters.addresses))
+        max_rank = step.adapters.max_rank
     most = -1 if metadata.max_new_tokens is None else metadata.max_new_tokens
     num_seqs, width = tables.shape[-2:]
-    return Header(Kind.STEP, (num_tokens, num_kept, num_seqs, width, most, step.num_hidden))
+    return Header(Kind.STEP, (num_tokens, num_kept, num_seqs, width, most, step.num_hidden, max_rank))
 
 
 def read_step(memory: SharedMemory, header: Header, num_frames: int = 1) -> StepTensors:
-    """Return the tensors of a step, which lie in shared memory; ``num_frames`` are those of a block."""
-    num_tokens, num_kept, num_seqs, width, most, num_hidden = header.numbers
+    """Return the tensors of a step, which lie in shared memory; ``num_frames`` are those of a block.
+
+    The addresses of adapters are those in rank 0.
+    """
+    num_tokens, num_kept, num_seqs, width, most, num_hidden, max_rank = header.numbers
     reader = _Reader(memory)
     tokens, positions = reader.take(torch.int64, num_tokens), reader.take(torch.int64, num_tokens)
     logit_rows, slots = reader.take(torch.int64, num_kept), reader.take(torch.int64, num_frames * num_tokens)
@@ -91,7 +101,8 @@ def read_step(memory: SharedMemory, header: Header, num_frames: int = 1) -> Step
         slot_mapping=slots.view(num_frames, -1) if num_frames > 1 else slots,
         max_new_tokens=None if most < 0 else most,
     )
-    return StepTensors(tokens, positions, logit_rows, metadata, num_hidden)
+    adapters = RowAdapters(reader.take(torch.int64, num_tokens).numpy(), max_rank) if max_rank else None
+    return StepTensors(tokens, positions, logit_rows, metadata, num_hidden, adapters)
 
 
 class _Writer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from threading import Thread
 
@@ -17,6 +18,7 @@ from quire.engine.kv_cache.shared_memory import map_shared
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import Collectives, RanksError, SharedMemory
 from quire.engine.ranks.messages import HEADER_BYTES, Header, Kind, read_step
+from quire.engine.ranks.rank_adapters import RankAdapters
 from quire.engine.ranks.settings import RankSettings
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.weights.loader import LoadedModel, load_model
@@ -53,16 +55,28 @@ def _end_with_rank_0(life: int) -> None:
 
 
 def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
-    """Execute the messages of rank 0 until the pipe closes."""
+    """Execute the messages of rank 0 until the socket closes."""
     runner: ModelRunner | None = None
-    while data := os.read(settings.control, HEADER_BYTES):
+    adapters = RankAdapters(model)
+    control = socket.socket(fileno=settings.control)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, HEADER_BYTES, 1)
+        if not data:
+            return
         header = Header.of(data)
         if header.kind == Kind.MAP_POOL:
             runner = _make_runner(settings, model)
             collectives.meet()
+        elif header.kind == Kind.LOAD_ADAPTER:
+            adapters.load(header.numbers[0], descriptors[0])
+        elif header.kind == Kind.DROP_ADAPTER:
+            adapters.drop(header.numbers[0])
         else:
             assert runner is not None
-            runner.forward(read_step(collectives.memory, header, runner.memory.shape.num_frames))
+            step = read_step(collectives.memory, header, runner.memory.shape.num_frames)
+            if step.adapters is not None:
+                step = step._replace(adapters=adapters.own(step.adapters))
+            runner.forward(step)
 
 
 def _make_runner(settings: RankSettings, model: LoadedModel) -> ModelRunner:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from weakref import finalize
 
 import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.kv_cache import shared_memory
-from quire.engine.model.collectives import Collectives, SharedMemory
+from quire.engine.model.collectives import Collectives, RanksError, SharedMemory
 from quire.engine.ranks.messages import Header, Kind
+from quire.engine.ranks.rank_adapters import weights_file
 from quire.engine.ranks.rank_failure import RankFailure
 from quire.engine.ranks.settings import RankSettings, check_device, shared_sizes
+from quire.engine.weights.adapters import Adapter, load_adapter, place_adapter, read_adapter
+from quire.engine.weights.loader import LoadedModel
 
 _END_SECONDS = 2.0
 """Seconds after which a rank that does not end by itself is killed."""
@@ -38,7 +44,7 @@ class Ranks:
     """
 
     def __init__(self, config: EngineConfig, num_ranks: int) -> None:
-        self._controls: list[int] = []
+        self._controls: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         with ExitStack() as resources:
@@ -72,18 +78,18 @@ class Ranks:
     def _start(self, settings: RankSettings, resources: ExitStack) -> None:
         """Start the processes.
 
-        ``resources`` gets the ends of their pipes; a process ends when its pipe is closed.
+        ``resources`` gets the ends of their sockets and pipes; a process ends when they are closed.
         """
         with ExitStack() as theirs:
             life, own_end = os.pipe()
             theirs.callback(os.close, life)
             resources.callback(os.close, own_end)
             for rank in range(1, settings.sizes.num_ranks):
-                control, own_end = os.pipe()
-                theirs.callback(os.close, control)
-                resources.callback(os.close, own_end)
-                self._controls.append(own_end)
-                self._processes.append(_start(replace(settings, rank=rank, control=control, life=life)))
+                control, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                theirs.enter_context(control)
+                self._controls.append(resources.enter_context(own))
+                own_settings = replace(settings, rank=rank, control=control.fileno(), life=life)
+                self._processes.append(_start(own_settings))
 
     @property
     def process_ids(self) -> list[int]:
@@ -105,8 +111,36 @@ class Ranks:
         shared_memory.seal_shared(self._pool)
         return memory
 
-    def send(self, header: Header) -> None:
+    def load_adapter(self, path: str, model: LoadedModel) -> Adapter:
+        """Load an adapter on all ranks; see ``read_adapter``.
+
+        The other ranks forget it when rank 0's own is freed.
+
+        Args:
+            model: rank 0's part of the model.
+
+        Raises:
+            RanksError: a rank has failed.
+        """
+        weights = read_adapter(path, model)
+        adapter = place_adapter(weights, model)
+        descriptor = weights_file(weights)
+        try:
+            self.send(Header(Kind.LOAD_ADAPTER, (adapter.address,)), (descriptor,))
+        finally:
+            os.close(descriptor)
+        finalize(adapter, self._drop_adapter, adapter.address).atexit = False
+        return adapter
+
+    def _drop_adapter(self, address: int) -> None:
+        with suppress(RanksError):  # the ranks have ended, or are about to
+            self.send(Header(Kind.DROP_ADAPTER, (address,)))
+
+    def send(self, header: Header, descriptors: Sequence[int] = ()) -> None:
         """Send a message to all other ranks. Its tensors must be in shared memory already.
+
+        Args:
+            descriptors: descriptors of files that each rank gets its own of.
 
         Raises:
             RanksError: a rank has failed.
@@ -114,9 +148,9 @@ class Ranks:
         self.collectives.check()
         for control in self._controls:
             try:
-                os.write(control, header.to_bytes())
-            except BrokenPipeError:
-                self._failure.end_ranks("a rank has closed its pipe")
+                socket.send_fds(control, [header.to_bytes()], descriptors)
+            except OSError:
+                self._failure.end_ranks("a rank has closed its socket")
                 self.collectives.check()
 
     def expect_steps(self) -> None:
@@ -132,7 +166,7 @@ class Ranks:
     def _await_ends(self) -> None:
         """Wait until all processes have ended, and kill those that do not end.
 
-        Their pipes are closed already.
+        Their sockets are closed already.
         """
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes:
@@ -154,6 +188,11 @@ def start_ranks(config: EngineConfig, device: torch.device) -> Ranks | None:
         return None
     check_device(config, device)
     return Ranks(config, config.tensor_parallel_size)
+
+
+def load_adapter_on(ranks: Ranks | None, path: str, model: LoadedModel) -> Adapter:
+    """Load an adapter on all ranks, or in this process if there are no others; see ``read_adapter``."""
+    return load_adapter(path, model) if ranks is None else ranks.load_adapter(path, model)
 
 
 def _start(settings: RankSettings) -> subprocess.Popen[bytes]:

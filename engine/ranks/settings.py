@@ -28,7 +28,7 @@ class RankSettings:
         model: the model's folder.
         num_threads: threads of each rank.
         sizes: the sizes of the shared memory.
-        memory, pool, control, life: file descriptors of the shared memory, the KV blocks, the pipe with
+        memory, pool, control, life: file descriptors of the shared memory, the KV blocks, the socket with
             messages for this rank, and a pipe that closes when rank 0 ends.
     """
 

@@ -1,4 +1,8 @@
-"""Loads adapters (LoRA) in the format of PEFT, for models that run as one program on the CPU."""
+"""Loads adapters (LoRA) in the format of PEFT, for models that run as one program on the CPU.
+
+If a model is divided among ranks, rank 0 reads an adapter and each rank places it. A rank has the rows of B
+for its own outputs, and all of A: inputs that the ranks divide are gathered before A is multiplied by them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from quire.engine.model.collectives import Collectives
 from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.engine.model.parallel_plan import Division
 from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.digest import describe_tensor
 from quire.engine.weights.loader import LoadedModel
@@ -62,6 +68,35 @@ class _Place(NamedTuple):
     num_units: int
 
 
+class _Target(NamedTuple):
+    """A linear layer that can have an adapter.
+
+    Attributes:
+        shape: outputs and inputs of the whole layer.
+        own_outputs: those of this rank.
+        places: where the steps compute it.
+    """
+
+    shape: tuple[int, int]
+    own_outputs: slice
+    places: list[_Place]
+
+
+class _Update(NamedTuple):
+    """A and B of one linear layer, as they are stored, and the factor of their product."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+class AdapterWeights(NamedTuple):
+    """The weights of an adapter, by the names of their linear layers, and their digest."""
+
+    digest: str
+    updates: dict[str, _Update]
+
+
 def check_adaptable(model: LoadedModel) -> StepRecipe:
     """Return the recipe of a model that can have adapters.
 
@@ -70,8 +105,6 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
     """
     if model.module.device.type != "cpu":
         raise UnsupportedAdapterError("adapters run on the CPU only")
-    if model.collectives is not None:
-        raise UnsupportedAdapterError("adapters do not work with several ranks (--tensor-parallel-size)")
     if model.recipe is None or model.recipe.has_modules:
         raise UnsupportedAdapterError(
             f"adapters need a model that runs as one program, and {model.module.config.model_type} does not"
@@ -80,7 +113,12 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
 
 
 def load_adapter(path: str, model: LoadedModel) -> Adapter:
-    """Load an adapter for a model; its weights are rounded to the model's dtype.
+    """Load an adapter for a model that is not divided among ranks; see ``read_adapter``."""
+    return place_adapter(read_adapter(path, model), model)
+
+
+def read_adapter(path: str, model: LoadedModel) -> AdapterWeights:
+    """Read an adapter, and check that it is one of this model.
 
     Args:
         path: a folder in PEFT's format, or a hub id.
@@ -89,35 +127,40 @@ def load_adapter(path: str, model: LoadedModel) -> Adapter:
         UnsupportedAdapterError: the adapter cannot be served, or not with this model.
         OSError: there is no such adapter, or a file of it is missing or damaged.
     """
-    places = _places(check_adaptable(model), model)
+    targets = _targets(check_adaptable(model), model)
     folder = find_model(path, (_CONFIG, _WEIGHTS))
     config = read_object(folder / _CONFIG)
     _check_config(config)
     read_safetensors(folder / _WEIGHTS)
-    pairs = _pairs(folder / _WEIGHTS)
+    state = hashlib.sha256()
+    updates = {}
+    for name, (a, b) in sorted(_pairs(folder / _WEIGHTS).items()):
+        if name not in targets:
+            raise UnsupportedAdapterError(f"{name} is no linear layer of this model that can have an adapter")
+        _check_shapes(name, a, b, targets[name].shape)
+        _check_gathered(name, a.shape[1], model.collectives)
+        updates[name] = _Update(a, b, _scale(name, len(a), config))
+        state.update(describe_tensor(f"{name} A {updates[name].scale!r}", a) + describe_tensor("B", b))
+    return AdapterWeights(state.hexdigest()[:32], updates)
+
+
+def place_adapter(weights: AdapterWeights, model: LoadedModel) -> Adapter:
+    """Return an adapter of this rank, whose weights are rounded to the model's dtype."""
+    targets = _targets(check_adaptable(model), model)
     table = np.zeros(model.num_layers * len(LINEARS), UPDATE)
     held: list[Any] = [table]
-    state = hashlib.sha256()
-    for name, (a, b) in sorted(pairs.items()):
-        if name not in places:
-            raise UnsupportedAdapterError(f"{name} is no linear layer of this model that can have an adapter")
-        linear, layers = places[name]
-        _check_shapes(name, a, b, linear)
-        scale = _scale(name, len(a), config)
-        state.update(describe_tensor(f"{name} A {scale!r}", a) + describe_tensor("B", b))
-        # The inputs of some layers are padded with zeros to whole units.
-        padded = torch.nn.functional.pad(a, (0, -a.shape[1] % UNIT))
-        packed_a, packed_b = pack_a(padded.to(model.dtype)), pack_b(b.to(model.dtype))
+    for name, (a, b, scale) in weights.updates.items():
+        _, own_outputs, places = targets[name]
+        packed_a, packed_b = pack_a(a.to(model.dtype)), pack_b(b[own_outputs].to(model.dtype))
         held += [packed_a, packed_b]
-        for place in layers:
+        for place in places:
             units = packed_b[place.first_unit : place.first_unit + place.num_units]
-            address = units.data_ptr()
-            table[place.update] = packed_a.data_ptr(), address, a.shape[1], packed_a.shape[1], scale
-    return Adapter(state.hexdigest()[:32], table.ctypes.data, int(table["rank"].max()), held)
+            table[place.update] = packed_a.data_ptr(), units.data_ptr(), *packed_a.shape, scale
+    return Adapter(weights.digest, table.ctypes.data, int(table["rank"].max()), held)
 
 
-def _places(recipe: StepRecipe, model: LoadedModel) -> dict[str, tuple[PackedLinear, list[_Place]]]:
-    """Return the linear layers that can have an adapter by name, each with its places in a step."""
+def _targets(recipe: StepRecipe, model: LoadedModel) -> dict[str, _Target]:
+    """Return the linear layers that can have an adapter, by name."""
     by_linear: dict[PackedLinear, list[_Place]] = defaultdict(list)
     for number, (attention, mlp) in enumerate(zip(recipe.attentions, recipe.mlps, strict=True)):
         first = len(LINEARS) * number
@@ -131,10 +174,20 @@ def _places(recipe: StepRecipe, model: LoadedModel) -> dict[str, tuple[PackedLin
             by_linear[mlp.up].append(_Place(first + LINEARS.index("up"), first_unit, num_units))
         by_linear[mlp.down].append(_Place(first + LINEARS.index("down"), 0, mlp.down.packed.num_units))
     return {
-        name: (module, by_linear[module])
+        name: _target(name, module, by_linear[module], model)
         for name, module in model.module.named_modules()
         if isinstance(module, PackedLinear) and module in by_linear
     }
+
+
+def _target(name: str, linear: PackedLinear, places: list[_Place], model: LoadedModel) -> _Target:
+    divided, collectives = model.divided.get(name), model.collectives
+    if divided is None or collectives is None:
+        return _Target((linear.out_features, linear.in_features), slice(None), places)
+    if divided.division is Division.ROW:
+        return _Target((linear.out_features, divided.size), slice(None), places)
+    own = divided.own(collectives.rank, collectives.num_ranks)
+    return _Target((divided.size, linear.in_features), own, places)
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
@@ -166,9 +219,9 @@ def _pairs(path: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {name: (both["A"], both["B"]) for name, both in found.items()}
 
 
-def _check_shapes(name: str, a: torch.Tensor, b: torch.Tensor, linear: PackedLinear) -> None:
+def _check_shapes(name: str, a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int]) -> None:
     rank = len(a)
-    expected = (rank, linear.in_features), (linear.out_features, rank)
+    expected = (rank, shape[1]), (shape[0], rank)
     if (tuple(a.shape), tuple(b.shape)) != expected:
         raise UnsupportedAdapterError(
             f"{name} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}; this model needs "
@@ -176,6 +229,15 @@ def _check_shapes(name: str, a: torch.Tensor, b: torch.Tensor, linear: PackedLin
         )
     if not 0 < rank <= MAX_RANK:
         raise UnsupportedAdapterError(f"{name} has rank {rank}; it must be from 1 to {MAX_RANK}")
+
+
+def _check_gathered(name: str, in_features: int, collectives: Collectives | None) -> None:
+    """Raise UnsupportedAdapterError if the ranks' memory has no room for all inputs of a linear layer."""
+    if collectives is not None and in_features > collectives.memory.sizes.gathered_width:
+        raise UnsupportedAdapterError(
+            f"{name} has {in_features} inputs, and {collectives.num_ranks} ranks gather at most "
+            f"{collectives.memory.sizes.gathered_width}: choose a larger --tensor-parallel-size, or 1"
+        )
 
 
 def _scale(name: str, rank: int, config: Mapping[str, Any]) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.layers import attention, experts, own_attention
 from quire.engine.model.layers.parallel_layers import connect_ranks
 from quire.engine.model.layers.row_layers import KernelFunctions, make_batch_invariant
-from quire.engine.model.parallel_plan import ParallelPlan, read_plan
+from quire.engine.model.parallel_plan import DividedLinear, ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
 from quire.engine.model.states import with_states
 from quire.engine.model.step_recipe import StepRecipe, read_recipe
@@ -69,6 +69,8 @@ class LoadedModel:
     """Name of the sums that it makes; see ``quire.engine.model.arithmetic``."""
     collectives: Collectives | None = None
     """Collectives of the ranks that the model is divided among; None if there is one process."""
+    divided: Mapping[str, DividedLinear] = field(default_factory=dict)
+    """The linear layers that ranks divide, by their names."""
     own_kv_heads: range | None = None
     """The KV heads that this rank computes; None means all."""
     shared_bytes: int = 0
@@ -178,6 +180,7 @@ def load_model(
             choose_sums(arithmetic, module.dtype), device, recipe is not None and not recipe.has_modules
         ),
         collectives=collectives,
+        divided=plan.linears,
         own_kv_heads=own_kv_heads,
         shared_bytes=shared_bytes,
     )

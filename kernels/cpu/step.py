@@ -297,6 +297,11 @@ def _add_linear(
     end = args.num_tokens * (thread + 1) // num_threads
     add_slots(exchange, round_number, borders_at, first, end, args.update_stride, args.update)
     _finish_sums(args.update, args.update_stride, bias, first, end, storage)
+    if args.adapted.num_rows != 0:
+        rows, stride = (first, end - first), args.update_stride
+        for unit in range(linear.num_units):
+            output = args.update + 4 * (first * stride + unit * UNIT)
+            add_updates(args.adapted, first_linear, 0, rows, unit, output, stride, storage)
     return phase, round_number
 
 
@@ -609,6 +614,44 @@ def _project(
 
 
 @exact
+def _project_added(
+    args: Any,
+    linear: Any,
+    first_linear: int,
+    borders_at: int,
+    inputs: int,
+    stride: int,
+    thread: int,
+    num_threads: int,
+    phase: int,
+    round_number: int,
+    storage: Any,
+) -> tuple[int, int]:
+    """Call ``_project`` for a linear layer that ``_add_linear`` computes; gather inputs that are divided."""
+    if borders_at == 0 or args.adapted.max_rank == 0:
+        phase = _project(args, first_linear, 1, inputs, stride, thread, num_threads, phase, storage)
+        return phase, round_number
+    exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
+    round_number += 1
+    borders = carray(pointer(borders_at, np.int64), (exchange.num_ranks + 1,))
+    depth = linear.in_features // (borders[exchange.rank + 1] - borders[exchange.rank])
+    length, own_column = depth * borders[exchange.num_ranks], depth * borders[exchange.rank]
+    # The slots of all processes together have a row of inputs for each row of the step.
+    gathered = slot(exchange, round_number, 0)
+    rows, num_rows = carray(pointer(args.adapted.rows, np.int64), (args.num_tokens,)), args.adapted.num_rows
+    for index in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
+        row = rows[index]
+        target = gathered + 4 * (row * length + own_column)
+        _copy(inputs + 4 * row * stride, target, linear.in_features)
+    phase = _wait(args, num_threads, phase)
+    if thread == 0:
+        come(exchange)
+    meet(exchange, round_number)
+    phase = _project(args, first_linear, 1, gathered, length, thread, num_threads, phase, storage)
+    return phase, round_number
+
+
+@exact
 def _run_attention(
     args: Any,
     kept: Any,
@@ -655,7 +698,19 @@ def _run_attention(
     if item_bytes < 4 or drops_rows or input_form(stored) != FLOATS:
         phase = _wait(args, num_threads, phase)
     at = linears + _OUTPUT
-    phase = _project(kept, at, 1, kept.attended, attended_size, thread, num_threads, phase, storage)
+    phase, round_number = _project_added(
+        kept,
+        layer.output,
+        at,
+        layer.output_borders,
+        kept.attended,
+        attended_size,
+        thread,
+        num_threads,
+        phase,
+        round_number,
+        storage,
+    )
     phase, round_number = _add_linear(
         kept,
         layer.output,
@@ -702,7 +757,19 @@ def _run_mlp(
         _encode_rows(args, args.mlp, length, first, end, stored)
         phase = _wait(args, num_threads, phase)
     at = _NUM_LINEARS * index + _DOWN
-    phase = _project(args, at, 1, args.mlp, length, thread, num_threads, phase, storage)
+    phase, round_number = _project_added(
+        args,
+        layer.down,
+        at,
+        layer.down_borders,
+        args.mlp,
+        length,
+        thread,
+        num_threads,
+        phase,
+        round_number,
+        storage,
+    )
     phase, round_number = _add_linear(
         args,
         layer.down,

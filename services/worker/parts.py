@@ -92,7 +92,7 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
     reader = SequenceReader(identity, start.state, grammars)
     stack.callback(reader.close)
     prompts, transfers = PromptMetrics(start.registry), TransferMetrics(start.registry)
-    adapters = Adapters(model, identity.model, start.state)
+    adapters = Adapters(start.models.load_adapter, identity.model, start.state)
     await adapters.load_all(config.lora)
     reports = WorkerReports(start.state)
     describe_role(start.registry, lambda: start.state.role)

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from quire.benchmarks.harness.random_adapters import make_adapter
+from quire.client.admin import AdminClient
+from quire.llm import LLM, SamplingParams
 from quire.protos import inference_pb2, worker_pb2
 from quire.routing.placement import PolicyConfig
 from quire.services.local import local_launcher
@@ -168,6 +171,34 @@ async def test_blocks_are_pulled_from_a_peer_of_another_size(
         other = next(name for name in SIZES if name not in (owner, taker))
         assert given == (await local(workers, other, prompt))[0]
         await wait_until_idle(workers)
+
+
+async def test_adapters_on_workers_of_three_sizes(
+    start: Callable[..., Any], model: Path, tmp_path: Path
+) -> None:
+    """One adapter is loaded while the workers serve, and unloaded while its answers are decoded."""
+    lora = {
+        name: str(make_adapter(tmp_path / name, model, seed=seed, size=0.3)) for seed, name in enumerate("ab")
+    }
+    asked = [(make_prompt(60, seed=60 + seed), name) for seed in range(3) for name in ("a", "", "b")]
+    with LLM(str(model), dtype="float32", num_blocks=256, threads=1, lora=lora) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        prompts, names = map(list, zip(*asked, strict=True))
+        outputs = llm.generate(prompts, params, use_tqdm=False, model=names)
+    with start({"prefill-0": 2, "decode-0": 1, "decode-1": 3}, lora=(f"a={lora['a']}",)) as stack:
+        admin = AdminClient(stack.admin_address)
+        async with connect(stack) as (client, workers):
+            await asyncio.to_thread(admin.add_adapter, "b", lora["b"])
+            streams = [
+                client.stream(prompt, model=name, temperature=0.0, max_tokens=60, ignore_eos=True)
+                for prompt, name in asked
+            ]
+            firsts = await asyncio.gather(*map(anext, streams))
+            await asyncio.to_thread(admin.remove_adapter, "b")
+            for first, stream, output in zip(firsts, streams, outputs, strict=True):
+                rest = [token async for delta in stream for token in delta.token_ids]
+                assert [*first.token_ids, *rest] == output.outputs[0].token_ids
+            await wait_until_idle(workers)
 
 
 async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.benchmarks.harness.random_adapters import make_adapter
 from quire.engine.config import MAX_RANKS
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import RanksError
@@ -26,6 +28,7 @@ from quire.engine.ranks import ranks as ranks_module
 from quire.engine.ranks.messages import Header, Kind
 from quire.engine.ranks.settings import check_device
 from quire.engine.scheduling.swapping import SwapCost
+from quire.engine.weights.adapters import UnsupportedAdapterError
 from quire.kernels.cpu import exchange
 from quire.llm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.llm.config import LLMConfig
@@ -64,11 +67,11 @@ def description(llm: LLM) -> tuple[Any, ...]:
     return model.digest, model.arithmetic, llm.engine.memory.shape, is_one_program
 
 
-def answers(llm: LLM) -> list[Any]:
+def answers(llm: LLM, adapter: str = "") -> list[Any]:
     """Return all tokens, and the exact logprobs of the best ones."""
     return [
         (output.outputs[0].token_ids, output.outputs[0].logprobs)
-        for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False)
+        for output in llm.generate(_PROMPTS, _PARAMS, use_tqdm=False, model=adapter)
     ]
 
 
@@ -100,6 +103,69 @@ def test_any_number_of_ranks_gives_the_same_bits(
         others = process_ids(llm)
     assert len(others) == num_ranks - 1
     assert have_ended(others)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_ranks"), [("llama", "float32", 3), ("gemma2", "bfloat16", 2)]
+)
+def test_adapters_give_the_same_bits_on_ranks(
+    model: Callable[..., Path], tmp_path: Path, architecture: str, dtype: str, num_ranks: int
+) -> None:
+    """Steps have rows of two adapters and of none, also some that compute no logits."""
+    folder, names = model(architecture), ("one", "", "two", "one", "", "two", "two", "one")
+    lora = {
+        name: str(make_adapter(tmp_path / name, folder, seed=seed, rank=4 + 8 * seed, size=0.3))
+        for seed, name in enumerate(("one", "two"))
+    }
+    answered = []
+    for size in (1, num_ranks):
+        with start(folder, size, dtype, max_num_batched_tokens=64, lora=lora) as llm:
+            outputs = llm.generate(_PROMPTS * 2, _PARAMS, use_tqdm=False, model=names)
+            answered.append([(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs])
+    assert answered[0] == answered[1]
+    assert answered[0][0] != answered[0][4]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_load_and_drop_adapters_between_steps(
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(make_adapter(tmp_path / "adapter", model("llama"), size=0.3))
+    with start(model("llama"), 2, lora={"first": path}) as llm:
+        assert llm._ranks is not None
+        sent: list[Header] = []
+        send = llm._ranks.send
+
+        def record(header: Header, *files: Any) -> None:
+            sent.append(header)
+            send(header, *files)
+
+        monkeypatch.setattr(llm._ranks, "send", record)
+        expected = answers(llm, "first")
+        first = llm._adapters["first"].address
+        llm.remove_adapter("first")
+        llm.add_adapter("second", path)
+        second = llm._adapters["second"].address
+        assert answers(llm, "second") == expected != answers(llm)
+        llm.add_adapter("second", str(make_adapter(tmp_path / "other", model("llama"), seed=1, size=0.3)))
+        assert answers(llm, "second") != expected
+        gc.collect()
+        dropped = [header.numbers for header in sent if header.kind == Kind.DROP_ADAPTER]
+        assert dropped == [(first,), (second,)]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_an_adapter_with_more_inputs_than_ranks_gather_is_refused(
+    model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = model("llama", intermediate_size=1024)
+    path = str(make_adapter(tmp_path / "adapter", folder, targets=("down_proj",)))
+    with (
+        start(folder, 2) as llm,
+        pytest.raises(UnsupportedAdapterError, match=r"has 1024 inputs, and 2 ranks gather at most 512"),
+    ):
+        llm.add_adapter("wide", path)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -144,7 +210,7 @@ def test_a_rank_that_raises_in_a_step_ends_all(
     with start(model("llama"), 2) as llm:
         others = process_ids(llm)
         assert llm._ranks is not None
-        llm._ranks.send(Header(Kind.STEP, (1 << 40, 0, 0, 0, 0, 0)))
+        llm._ranks.send(Header(Kind.STEP, (1 << 40, 0, 0, 0, 0, 0, 0)))
         assert "code 1" in llm._ranks.failure.result(10)
         with pytest.raises(RanksError, match="rank 1 has ended with code 1"):
             answers(llm)

@@ -36,7 +36,8 @@ ADAPTED = np.dtype(
 """The rows of a step that have adapters.
 
 ``rows`` are their ``num_rows`` indices, sorted by adapter. ``updates`` are for each row of the step the
-address of its adapter's updates, or 0. ``sums`` are float32 ``[num_tokens, SLOTS, max_rank]``.
+address of its adapter's updates, or 0. ``sums`` are float32 ``[num_tokens, SLOTS, max_rank]``. ``max_rank``
+is 0 if no row of a whole step has an adapter.
 """
 
 

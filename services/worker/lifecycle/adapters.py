@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from quire.engine.weights.adapters import Adapter, UnsupportedAdapterError, load_adapter
-from quire.engine.weights.loader import LoadedModel
+from quire.engine.weights.adapters import Adapter, UnsupportedAdapterError
 from quire.rpc.errors import BadFileError, FailedPrecondition, InvalidArgument, NotFound
 from quire.services.server.log import get_logger
 from quire.services.worker.state import WorkerState
@@ -22,11 +21,12 @@ class Adapters:
     Requests keep the adapter that they began with. Its memory is freed when nothing refers to it any more.
 
     Args:
+        load: loads the adapter at a path.
         model_name: name of the served model, which no adapter may have.
     """
 
-    def __init__(self, model: LoadedModel, model_name: str, state: WorkerState) -> None:
-        self._model = model
+    def __init__(self, load: Callable[[str], Adapter], model_name: str, state: WorkerState) -> None:
+        self._load = load
         self._model_name = model_name
         self._state = state
         self._loading = asyncio.Lock()
@@ -58,7 +58,7 @@ class Adapters:
             )
         async with self._loading:
             try:
-                adapter = await asyncio.to_thread(load_adapter, path, self._model)
+                adapter = await asyncio.to_thread(self._load, path)
             except (UnsupportedAdapterError, OSError) as error:
                 problem = f"cannot load the adapter {name} from {path}: {error}"
                 raise FailedPrecondition(problem, reason="BAD_ADAPTER") from error

@@ -18,9 +18,10 @@ from quire.engine.kv_cache.shared_memory import allocate_shared
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.collectives import RanksError
 from quire.engine.pool_memory import allocate_pool
-from quire.engine.ranks.ranks import Ranks, start_ranks
+from quire.engine.ranks.ranks import Ranks, load_adapter_on, start_ranks
 from quire.engine.runner.processors import num_cores
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
+from quire.engine.weights.adapters import Adapter
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kvindex.kv_layout import KvLayout
 from quire.models.embeddings import NoEmbeddingsError, read_embedding_config
@@ -45,6 +46,17 @@ class Models(NamedTuple):
     draft: LoadedModel | None
     memory: KvMemory
     ranks: Ranks | None
+
+    def load_adapter(self, path: str) -> Adapter:
+        """Load an adapter of the model; see ``read_adapter``.
+
+        Raises:
+            ChildProcessError: another process that the model is divided among has failed.
+        """
+        try:
+            return load_adapter_on(self.ranks, path, self.model)
+        except RanksError as error:
+            raise ChildProcessError(str(error)) from error
 
     def close(self) -> None:
         """End the other processes."""
