@@ -3,6 +3,7 @@
     python -m quire.benchmarks.peers --install        # once: virtual environments of vLLM and llama.cpp
     python -m quire.benchmarks.peers
     python -m quire.benchmarks.peers --models 7m --dtypes float32,w8a8 --workloads mixed,one-stream --rounds 5
+    python -m quire.benchmarks.peers --sides quire,llama.cpp --gguf model.Q4_0.gguf
 
 Each side is a process that loads the model once, and is stopped (SIGSTOP) while it is another side's turn. A
 round runs a workload on each side in turn. Each round begins with another side. Before the first round, each
@@ -38,6 +39,7 @@ from quire.benchmarks.peers.processes import Answer, SideFailedError, SideProces
 from quire.benchmarks.peers.rounds import Comparison, ratios, report_all, run_rounds
 from quire.benchmarks.peers.sides.protocol import Dtype, Setup
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload, setup_for
+from quire.models.gguf_header import read_header
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Options:
     sides: Annotated[tuple[str, ...], OneOf(MODULES)] = tuple(MODULES)
     models: Annotated[tuple[str, ...], OneOf(SIZES)] = ("7m", "100m")
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    gguf: Annotated[tuple[Path, ...], "GGUF files instead of models and dtypes"] = ()
     workloads: Annotated[tuple[str, ...], OneOf(WORKLOADS)] = tuple(WORKLOADS)
     rounds: int = 5
     threads: int = len(os.sched_getaffinity(0))
@@ -83,13 +86,19 @@ def main(options: Options) -> Report:
         for side in options.sides:
             install(side, options.folder)
         return Report([], {})
+    if options.gguf:
+        return report_all([*map(str, options.gguf)], ["bfloat16"], partial(compare, options), COLUMNS)
     return report_all(options.models, options.dtypes, partial(compare, options), COLUMNS)
 
 
 def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
     """Start all sides with a model, run the workloads, and end the sides."""
     workloads = [WORKLOADS[name] for name in options.workloads]
-    setup = setup_for(workloads, random_llama(model, options.folder), dtype, options.threads)
+    if options.gguf:
+        path, vocab_size = Path(model), read_header(Path(model)).tensors["token_embd.weight"].shape[0]
+    else:
+        path, vocab_size = random_llama(model, options.folder), SIZES[model]["vocab_size"]
+    setup = setup_for(workloads, path, dtype, options.threads)
     rows, failures = [], []
     with ExitStack() as stack:
         running: dict[str, SideProcess] = {}
@@ -100,7 +109,7 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
             except SideFailedError as error:
                 failures.append(f"{side} cannot run {model} in {dtype} here: {error}")
         for workload in workloads if running else ():
-            found, reasons = measure(workload, running, SIZES[model]["vocab_size"], options.rounds)
+            found, reasons = measure(workload, running, vocab_size, options.rounds)
             rows += [{"model": model, "dtype": dtype, "workload": workload.name, **row} for row in found]
             for side, reason in reasons.items():
                 failures.append(f"{side} cannot run {workload.name} of {model} in {dtype} here: {reason}")
