@@ -4,8 +4,7 @@ KV memory is one tensor ``kv[num_blocks, num_layers, 2, num_kv_heads, block_size
 is ``kv[:, layer]``. 8-bit blocks have scales, float32 ``[num_blocks, num_layers, 2, num_kv_heads]``.
 
 With latent attention a layer's view is ``[num_blocks, 1, 1, block_size, head_dim]``. All query heads share a
-row: a latent, which is also the value, and then the rotated key. Each has a scale in 8-bit blocks. Only the
-CPU has a kernel for it.
+row: a latent, which is also the value, and then the rotated key. Each has a scale in 8-bit blocks.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def paged_attention(
             raise ValueError(f"{name} is {tuple(each.shape)}: there are {query.shape[1]} query heads")
     # The kernels read these as arrays without strides.
     sinks, alibi_slopes = (None if each is None else each.contiguous() for each in (sinks, alibi_slopes))
-    only_on_cpu = {"latent_dim": latent_dim, "arithmetic": arithmetic} if query.is_cpu else {}
+    only_on_cpu = {"arithmetic": arithmetic} if query.is_cpu else {}
     output: torch.Tensor = _kernel("paged_attention", query.device.type)(
         query,
         kv_layer,
@@ -110,6 +109,7 @@ def paged_attention(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         kv_scales=kv_scales,
+        latent_dim=latent_dim,
         max_new_tokens=metadata.max_new_tokens,
         **only_on_cpu,
     )
@@ -174,8 +174,6 @@ def _check_latents(kv_layer: torch.Tensor, latent_dim: int | None) -> None:
             raise ValueError(f"blocks of {num_parts} part hold latents, and latent_dim is missing")
     elif (num_parts, num_kv_heads) != (1, 1) or not 0 < latent_dim < head_dim:
         raise ValueError(f"rows of latents have one part and one head, got {tuple(kv_layer.shape)}")
-    elif kv_layer.device.type != "cpu":
-        raise ValueError(f"only the CPU has a kernel for latents, and the blocks are on {kv_layer.device}")
 
 
 def _check_blocks(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:

@@ -16,7 +16,7 @@ from quire.engine.model.arithmetic import choose_sums
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.layers import own_attention
 from quire.engine.model.layers.experts import pack_experts, packable_experts
-from quire.engine.model.layers.latent_attention import keep_latents
+from quire.engine.model.layers.latent_attention import GpuHeadLinear, HeadLinear, keep_latents
 from quire.engine.model.layers.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.weights.checkpoint import Checkpoint
 from quire.kernels.cpu.products.linear import Allocate, PackedWeight, in_own_memory
@@ -146,7 +146,7 @@ def pack_module(
     if device.type == "cpu":
         sums = choose_sums(arithmetic, module.dtype)
         module.arithmetic = sums.name
-        keep_latents(module, weight_dtype, sums.name)
+        keep_latents(module, partial(HeadLinear, weight_dtype=weight_dtype, arithmetic=sums.name))
         pack_linear_layers(module, weight_dtype, num_segments, sums.name, packed, allocate)
         pack_experts(module, weight_dtype, sums.name, packed)
         # A single tensor that still refers to the mapped file of weights would keep the whole file in memory.
@@ -158,5 +158,6 @@ def pack_module(
         # Triton comes with torch for CUDA; machines without a GPU may have none.
         from quire.engine.model.layers.gpu_layers import fuse_layers
 
+        keep_latents(module, GpuHeadLinear)
         fuse_layers(module)
     return module

@@ -20,6 +20,8 @@ _MIN_WORKERS = 4
 One sequence may be much longer than the others.
 """
 _SPLITS_AT_ONCE = 16
+_MOST_LATENT_HEADS = 16
+"""Most query heads of a program with latent attention: the rows of the smallest matrix product."""
 
 FindConfig = Callable[[configs.Kernel, str, int, int, int], AttentionConfig]
 """Function of kernel, architecture, bits of a stored element, head_dim and block_size."""
@@ -39,6 +41,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
+    latent_dim: int | None = None,
     max_new_tokens: int | None = None,
     find_config: FindConfig = configs.find_config,
 ) -> torch.Tensor:
@@ -49,19 +52,27 @@ def paged_attention(
 
     Args:
         kv_scales: float32 ``[num_blocks, 2, num_kv_heads]``, only with 8-bit blocks.
+        latent_dim: elements of a latent; None if blocks hold keys and values.
         max_new_tokens: the most new tokens of any sequence, if the host knows it. If it is 1, the prefill
             kernel is not launched. None is always correct.
         find_config: returns the tile sizes of a kernel.
     """
     checks.check_attention(
-        query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes
+        query, kv_layer, block_tables, query_starts, seq_lens, kv_scales, sinks, alibi_slopes, latent_dim
     )
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_tokens, num_heads, head_dim = query.shape
+    value_dim = latent_dim or head_dim
+    output = torch.empty((num_tokens, num_heads, value_dim), dtype=query.dtype, device=query.device)
     num_seqs = seq_lens.shape[0]
     if not num_tokens or not num_seqs:
         return output
     num_kv_heads, block_size = kv_layer.shape[2:4]
+    stride_value, stride_head = kv_layer.stride()[1:3]
+    scale_strides = kv_scales.stride()[1:] if kv_scales is not None else (0, 0)
+    if latent_dim is not None:
+        # All heads share the rows. Each program computes some heads, as if they had a KV head of their own.
+        num_kv_heads, stride_value, stride_head = num_heads // _latent_group(num_heads), latent_dim, 0
+        scale_strides = (scale_strides[0], 0)
     group = num_heads // num_kv_heads
     kv_format = KV_FORMATS.get(kv_layer.dtype)
     launch = _Launch(
@@ -80,18 +91,20 @@ def paged_attention(
         strides=(
             *output.stride()[:2],
             *query.stride()[:2],
-            kv_layer.stride(2),
-            *(kv_scales.stride()[1:] if kv_scales is not None else (0, 0)),
+            stride_head,
+            *scale_strides,
             block_tables.stride(0),
         ),
         constants={
             "GROUP": group,
             "BLOCK_SIZE": block_size,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": max(triton.next_power_of_2(head_dim), 32),
+            "HEAD_DIM": value_dim,
+            "REST_DIM": head_dim - value_dim,
+            "BLOCK_D": max(triton.next_power_of_2(value_dim), 32),
+            "BLOCK_R": max(triton.next_power_of_2(head_dim - value_dim), 16),
             # Strides are constants, so that finding a key in a block takes one multiplication.
             "STRIDE_BLOCK": kv_layer.stride(0),
-            "STRIDE_VALUE": kv_layer.stride(1),
+            "STRIDE_VALUE": stride_value,
             "STRIDE_SLOT": kv_layer.stride(3),
             "STRIDE_SCALE_BLOCK": kv_scales.stride(0) if kv_scales is not None else 0,
             "KV_FORMAT": kv_format.name if kv_format else None,
@@ -107,6 +120,11 @@ def paged_attention(
         config = find_config("decode", architecture, kv_bits, head_dim, block_size)
         _decode(launch, config, num_seqs, num_kv_heads, group, longest=block_tables.shape[1] * block_size)
     return output
+
+
+def _latent_group(num_heads: int) -> int:
+    """Return how many query heads a program computes with latent attention."""
+    return max(each for each in range(1, _MOST_LATENT_HEADS + 1) if num_heads % each == 0)
 
 
 class _Launch(NamedTuple):

@@ -84,6 +84,7 @@ def _first_seen(position, window, IS_CHUNKED: tl.constexpr):
 @triton.jit
 def _attend(
     query,
+    rest,
     peak,
     total,
     output,
@@ -102,8 +103,10 @@ def _attend(
     softcap,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_SLOT: tl.constexpr,
     STRIDE_SCALE_BLOCK: tl.constexpr,
@@ -116,6 +119,10 @@ def _attend(
     ``peak`` is the row max and ``total`` the row sum. ``scale`` must be positive and ``first`` a multiple of
     BLOCK_N. Without MASKED each row sees each key. Keys before ``lowest`` or from ``last`` on are never read,
     since their slots may contain any data.
+
+    With latent attention ``rest`` is the part of the query that is multiplied by rotated keys, which have
+    REST_DIM elements and are in the place of the values. The values are the latents, which ``keys`` points
+    to.
     """
     for start in range(first, last, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
@@ -125,12 +132,23 @@ def _attend(
         vector = slot[:, None] * STRIDE_SLOT + tl.arange(0, BLOCK_D)[None, :]
         run = (block * STRIDE_BLOCK)[:, None]
 
-        k = _load_rows(keys + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
-        k = decode_values(k, query.dtype, KV_FORMAT)
+        stored_k = _load_rows(keys + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
+        k = decode_values(stored_k, query.dtype, KV_FORMAT)
         logits = tl.dot(query, tl.trans(k), input_precision="ieee")
         if key_scales is not None:
             key_scale = tl.load(key_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
             logits *= key_scale[None, :]
+        if value_scales is not None:
+            value_scale = tl.load(value_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
+        if REST_DIM > 0:
+            rest_vector = slot[:, None] * STRIDE_SLOT + tl.arange(0, BLOCK_R)[None, :]
+            r = _load_rows(values + rest_vector + run, is_known, REST_DIM, BLOCK_R, MASKED)
+            r = decode_values(r, query.dtype, KV_FORMAT)
+            products = tl.dot(rest, tl.trans(r), input_precision="ieee")
+            if value_scales is not None:
+                logits = tl.fma(products, value_scale[None, :], logits)
+            else:
+                logits += products
         factor = scale * LOG2_E
         if softcap is not None or slopes is not None:
             logits *= scale
@@ -157,10 +175,14 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
 
-        v = _load_rows(values + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
-        if value_scales is not None:
-            value_scale = tl.load(value_scales + block * STRIDE_SCALE_BLOCK, mask=is_known, other=0.0)
-            weights *= value_scale[None, :]
+        if REST_DIM > 0:
+            v = stored_k
+            if key_scales is not None:
+                weights *= key_scale[None, :]
+        else:
+            v = _load_rows(values + vector + run, is_known, HEAD_DIM, BLOCK_D, MASKED)
+            if value_scales is not None:
+                weights *= value_scale[None, :]
         # Scaled weights may be too small for float16.
         is_narrow: tl.constexpr = KV_FORMAT is not None and query.dtype == tl.float16
         value_dtype: tl.constexpr = tl.bfloat16 if is_narrow else query.dtype
@@ -226,9 +248,11 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_VALUE: tl.constexpr,
     STRIDE_SLOT: tl.constexpr,
@@ -261,6 +285,10 @@ def prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     query_row = token_row * stride_query_token + head * stride_query_head
     q = _load_rows(query + query_row[:, None] + d[None, :], is_row, HEAD_DIM, BLOCK_D, True)
+    rest = None
+    if REST_DIM > 0:
+        columns = HEAD_DIM + tl.arange(0, BLOCK_R)
+        rest = _load_rows(query + query_row[:, None] + columns[None, :], is_row, REST_DIM, BLOCK_R, True)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
@@ -283,17 +311,18 @@ def prefill_kernel(
         first = 0
         masked_first = (first_position + 1) // BLOCK_N * BLOCK_N
         peak, total, accumulator = _attend(
-            q, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys, values,
-            key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
-            BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=False,
+            q, rest, peak, total, accumulator, first, masked_first, lowest, position, slopes, table, keys,
+            values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, REST_DIM, BLOCK_N,
+            BLOCK_D, BLOCK_R, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED,
+            MASKED=False,
         )  # fmt: skip
     else:
         lowest = _first_seen(first_position, window, IS_CHUNKED)
         masked_first = lowest // BLOCK_N * BLOCK_N
     peak, total, accumulator = _attend(
-        q, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys, values,
-        key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, BLOCK_N,
-        BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=True,
+        q, rest, peak, total, accumulator, masked_first, last, lowest, position, slopes, table, keys, values,
+        key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, REST_DIM, BLOCK_N, BLOCK_D,
+        BLOCK_R, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED, MASKED=True,
     )  # fmt: skip
 
     head_sinks = None
@@ -354,9 +383,11 @@ def decode_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    REST_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr,
     STRIDE_VALUE: tl.constexpr,
     STRIDE_SLOT: tl.constexpr,
@@ -396,6 +427,10 @@ def decode_kernel(
     d = tl.arange(0, BLOCK_D)
     query_row = head * stride_query_head
     q = _load_rows(query + query_row[:, None] + d[None, :], is_row, HEAD_DIM, BLOCK_D, True)
+    rest = None
+    if REST_DIM > 0:
+        columns = HEAD_DIM + tl.arange(0, BLOCK_R)
+        rest = _load_rows(query + query_row[:, None] + columns[None, :], is_row, REST_DIM, BLOCK_R, True)
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0).to(tl.float32)
@@ -417,12 +452,13 @@ def decode_kernel(
         split_first = first + split * split_tokens
         peak, total, accumulator = _attend(
             q,
+            rest,
             tl.full([BLOCK_M], float("-inf"), tl.float32),
             tl.zeros([BLOCK_M], tl.float32),
             tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
             split_first, tl.minimum(split_first + split_tokens, length), lowest, position, slopes, table,
-            keys, values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM,
-            BLOCK_N, BLOCK_D, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED,
+            keys, values, key_scales, value_scales, scale, window, softcap, BLOCK_SIZE, HEAD_DIM, REST_DIM,
+            BLOCK_N, BLOCK_D, BLOCK_R, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_SCALE_BLOCK, KV_FORMAT, IS_CHUNKED,
             MASKED=True,
         )  # fmt: skip
         if num_splits == 1:

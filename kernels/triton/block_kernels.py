@@ -53,12 +53,16 @@ def write_kv_kernel(
     stride_scale_head,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Write the key and value of one token and BLOCK_H heads. The grid is (tokens, head tiles)."""
+    """Write the key and value of one token and BLOCK_H heads. The grid is (tokens, head tiles).
+
+    HEAD_DIM and VALUE_DIM, the elements of a key and of a value, are at most BLOCK_D.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
@@ -69,10 +73,11 @@ def write_kv_kernel(
     d = tl.arange(0, BLOCK_D)
     is_head = head < num_kv_heads
     is_inside = is_head[:, None] & (d < HEAD_DIM)[None, :]
+    is_inside_value = is_head[:, None] & (d < VALUE_DIM)[None, :]
     key_vector = head[:, None] * stride_key_head + d[None, :]
     value_vector = head[:, None] * stride_value_head + d[None, :]
     k = tl.load(key + token * stride_key_token + key_vector, mask=is_inside)
-    v = tl.load(value + token * stride_value_token + value_vector, mask=is_inside)
+    v = tl.load(value + token * stride_value_token + value_vector, mask=is_inside_value)
     if kv_scales is not None:
         first = token - offset
         is_first_here = first >= 0
@@ -85,7 +90,7 @@ def write_kv_kernel(
             stride_key_token, SCALE,
         )  # fmt: skip
         value_scale = _block_scale(
-            value, value_vector, is_inside, kv_scales, value_stored, is_head, first, is_first_here,
+            value, value_vector, is_inside_value, kv_scales, value_stored, is_head, first, is_first_here,
             stride_value_token, SCALE,
         )  # fmt: skip
         if offset == 0:
@@ -95,7 +100,7 @@ def write_kv_kernel(
         v = encode_values(tl.div_rn(v.to(tl.float32), value_scale[:, None]), KV_FORMAT)
     target = kv + block * stride_block + offset * stride_slot + head[:, None].to(tl.int64) * stride_head
     tl.store(target + d[None, :], k, mask=is_inside)
-    tl.store(target + stride_value + d[None, :], v, mask=is_inside)
+    tl.store(target + stride_value + d[None, :], v, mask=is_inside_value)
 
 
 @triton.jit(do_not_specialize=["stride_target_id", "stride_source_id"])

@@ -27,17 +27,23 @@ def write_kv(
 
     Tokens with a slot below 0 are skipped. 8-bit blocks get quantized tokens, and the token in slot 0 sets
     its block's scale. The tokens of a block must be consecutive and in order: if the token for slot 0 is in
-    the batch, the token i rows after it is the one for slot i.
+    the batch, the token i rows after it is the one for slot i. With latent attention the key is a whole row,
+    whose two parts have scales of their own, and the value is its latent.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together.
     """
     checks.check_write(key, value, kv_layer, slot_mapping, kv_scales)
-    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    _, num_parts, num_kv_heads, block_size, head_dim = kv_layer.shape
     if not key.shape[0]:
         return
+    strides = kv_layer.stride()[:4]
+    if num_parts == 1:
+        # The rotated key is written in the place of a value.
+        key, value = key.split([value.shape[2], head_dim - value.shape[2]], dim=2)
+        head_dim, strides = key.shape[2], (strides[0], key.shape[2], *strides[2:])
     kv_format = KV_FORMATS.get(kv_layer.dtype)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = triton.next_power_of_2(max(head_dim, value.shape[2]))
     block_h = min(triton.next_power_of_2(num_kv_heads), max(_ELEMENTS_PER_PROGRAM // block_d, 1))
     grid = (key.shape[0], triton.cdiv(num_kv_heads, block_h))
     with torch.cuda.device_of(kv_layer):  # type: ignore[no-untyped-call]
@@ -50,10 +56,11 @@ def write_kv(
             num_kv_heads,
             *key.stride()[:2],
             *value.stride()[:2],
-            *kv_layer.stride()[:4],
+            *strides,
             *(kv_scales.stride() if kv_scales is not None else (0, 0, 0)),
             BLOCK_SIZE=block_size,
             HEAD_DIM=head_dim,
+            VALUE_DIM=value.shape[2],
             BLOCK_H=block_h,
             BLOCK_D=block_d,
             KV_FORMAT=kv_format.name if kv_format else None,

@@ -8,6 +8,8 @@ from quire.kernels.quantization import KV_FORMATS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
+MAX_ROW_DIM = 1024
+"""Most elements of a latent and a rotated key together."""
 WORD_BYTES = 16
 """Number of bytes that are copied or loaded at a time."""
 
@@ -35,24 +37,29 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device}, where the blocks are, got {tensor.device}")
 
 
-def check_kv_layer(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+def check_kv_layer(kv_layer: torch.Tensor, kv_scales: torch.Tensor | None, latent_dim: int | None) -> None:
     """Raise ValueError unless these are blocks of one layer, with scales if and only if they have 8 bits."""
-    device = kv_layer.device
+    device, most = kv_layer.device, MAX_HEAD_DIM if latent_dim is None else MAX_ROW_DIM
     check_tensor(
         "kv_layer",
         kv_layer,
-        ("num_blocks", 2, "num_kv_heads", "block_size", "head_dim"),
+        ("num_blocks", 2, "num_kv_heads", "block_size", "head_dim")
+        if latent_dim is None
+        else ("num_blocks", 1, 1, "block_size", "head_dim"),
         (*FLOATS, *KV_FORMATS),
         device,
     )
-    if not 0 < kv_layer.shape[4] <= MAX_HEAD_DIM:
-        raise ValueError(f"kv_layer: expected a head_dim of 1 to {MAX_HEAD_DIM}, got {kv_layer.shape[4]}")
+    if not (latent_dim or 0) < kv_layer.shape[4] <= most:
+        raise ValueError(
+            f"kv_layer: expected a head_dim of {(latent_dim or 0) + 1} to {most}, got {kv_layer.shape[4]}"
+        )
     check_vectors("kv_layer", kv_layer)
     if (kv_layer.dtype in KV_FORMATS) != (kv_scales is not None):
         expected = "float32 scales" if kv_layer.dtype in KV_FORMATS else "None"
         raise ValueError(f"kv_scales: expected {expected} for blocks of {kv_layer.dtype}, got {kv_scales}")
     if kv_scales is not None:
-        check_tensor("kv_scales", kv_scales, tuple(kv_layer.shape[:3]), (torch.float32,), device)
+        shape = kv_layer.shape[0], 2, kv_layer.shape[2]
+        check_tensor("kv_scales", kv_scales, shape, (torch.float32,), device)
 
 
 def check_vectors(name: str, tensor: torch.Tensor) -> None:
@@ -70,9 +77,10 @@ def check_attention(
     kv_scales: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    latent_dim: int | None = None,
 ) -> None:
     """Raise ValueError unless the arguments of ``paged_attention`` fit together."""
-    check_kv_layer(kv_layer, kv_scales)
+    check_kv_layer(kv_layer, kv_scales, latent_dim)
     device = kv_layer.device
     num_kv_heads, head_dim = kv_layer.shape[2], kv_layer.shape[4]
     dtypes = FLOATS if kv_layer.dtype in KV_FORMATS else (kv_layer.dtype,)
@@ -104,14 +112,15 @@ def check_write(
     kv_scales: torch.Tensor | None,
 ) -> None:
     """Raise ValueError unless the arguments of ``write_kv`` fit together."""
-    check_kv_layer(kv_layer, kv_scales)
+    latent_dim = value.shape[-1] if kv_layer.dim() == 5 and kv_layer.shape[1] == 1 else None
+    check_kv_layer(kv_layer, kv_scales, latent_dim)
     device = kv_layer.device
     check_tensor("slot_mapping", slot_mapping, ("num_tokens",), (torch.int64,), device)
     check_vectors("slot_mapping", slot_mapping)
     shape = (slot_mapping.shape[0], kv_layer.shape[2], kv_layer.shape[4])
     dtypes = FLOATS if kv_layer.dtype in KV_FORMATS else (kv_layer.dtype,)
-    for name, tensor in (("key", key), ("value", value)):
-        check_tensor(name, tensor, shape, dtypes, device)
+    for name, tensor, dim in (("key", key, shape[2]), ("value", value, latent_dim or shape[2])):
+        check_tensor(name, tensor, (*shape[:2], dim), dtypes, device)
         check_vectors(name, tensor)
 
 

@@ -15,6 +15,8 @@ import torch
 import triton
 
 Kernel = Literal["prefill", "decode"]
+_LATENTS = 1024
+"""``head_dim`` of the rows for latents that are too large for the other rows."""
 NUM_SPLIT_PROGRAMS = 512
 """Splits of the longest sequence over all KV heads; enough to use all multiprocessors of any device."""
 
@@ -27,7 +29,8 @@ class AttentionConfig:
         arch: ``sm_80`` or ``sm_90``.
         kernel: the kernel, prefill or decode.
         kv_bits: bits of a stored key's element; 32 also applies to float32 queries over 8-bit blocks.
-        head_dim: a power of two; the model's head_dim is padded to it.
+        head_dim: a power of two; the model's head_dim is padded to it. Rows for more than 256 are those of
+            latent attention.
         block_size: the smallest block size that the row applies to.
         block_m: rows of a program: new tokens times query heads per KV head.
         block_n: keys per tile.
@@ -59,10 +62,12 @@ def table() -> tuple[AttentionConfig, ...]:
 def find_config(kernel: Kernel, arch: str, kv_bits: int, head_dim: int, block_size: int) -> AttentionConfig:
     """Return the row with the largest block size up to ``block_size``, or else with the smallest.
 
+    With latent attention, ``head_dim`` is that of a latent and its rotated key together.
+
     Raises:
         LookupError: the table has no row for the kernel, architecture, bits and head_dim.
     """
-    padded = max(triton.next_power_of_2(head_dim), 32)
+    padded = max(triton.next_power_of_2(head_dim), 32) if head_dim <= 256 else _LATENTS
     rows = [
         row
         for row in table()

@@ -13,7 +13,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from quire.engine.model.layers.latent_attention import keep_latents
+from quire.engine.model.layers.latent_attention import MakeHeads, keep_latents
 from quire.engine.weights import whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.shared_module import Source, load_shared
@@ -144,8 +144,8 @@ def test_a_model_that_cannot_be_pickled_has_weights_of_its_own(
 ) -> None:
     own = load_model(str(folder), "float32", CPU)
 
-    def add_lambda(model: torch.nn.Module, *arguments: str) -> None:
-        keep_latents(model, *arguments)
+    def add_lambda(model: torch.nn.Module, make_heads: MakeHeads) -> None:
+        keep_latents(model, make_heads)
         model.own = lambda: None  # type: ignore[assignment]
 
     monkeypatch.setattr(whole_model, "keep_latents", add_lambda)

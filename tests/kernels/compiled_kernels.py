@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from quire.kernels.triton import configs
 from quire.kernels.triton.attention_kernels import decode_kernel, prefill_kernel
+from quire.kernels.triton.checks import MAX_HEAD_DIM
 from quire.kernels.triton.configs import AttentionConfig
 
 KIB = 1 << 10
@@ -99,7 +100,12 @@ def compile_kernel(
 
 
 def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
-    """Compile one row of the table for bfloat16 queries, or for float32 queries if the row has 32 bits."""
+    """Compile one row of the table for bfloat16 queries, or for float32 queries if the row has 32 bits.
+
+    Rows for more than ``MAX_HEAD_DIM`` are those of latents of 512 and rotated keys of 64 elements.
+    """
+    is_latent = config.head_dim > MAX_HEAD_DIM
+    value_dim = config.head_dim // 2 if is_latent else variant.head_dim or config.head_dim
     kernel: Any = prefill_kernel if config.kernel == "prefill" else decode_kernel
     floats = "fp32" if config.kv_bits == 32 else "bf16"
     kv_format = variant.kv_format or ("e4m3" if config.kv_bits == 8 else None)
@@ -122,13 +128,20 @@ def attention_kernel(config: AttentionConfig, variant: Variant) -> Compiled:
     types = {name: kind for name, kind in types.items() if name not in ones}
     constants = {
         **dict.fromkeys(ones, 1),
-        "GROUP": variant.group,
+        "GROUP": 16 if is_latent else variant.group,
         "BLOCK_SIZE": variant.block_size,
-        "HEAD_DIM": variant.head_dim or config.head_dim,
+        "HEAD_DIM": value_dim,
+        "REST_DIM": 64 if is_latent else 0,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": config.head_dim,
-        **_strides_of_blocks(config, variant, is_quantized=kv_format is not None),
+        "BLOCK_D": triton.next_power_of_2(value_dim) if is_latent else config.head_dim,
+        "BLOCK_R": 64 if is_latent else 16,
+        **(
+            {"STRIDE_BLOCK": 16 * 576 * 60, "STRIDE_VALUE": value_dim, "STRIDE_SLOT": value_dim + 64}
+            | {"STRIDE_SCALE_BLOCK": 120 if kv_format else 0}
+            if is_latent
+            else _strides_of_blocks(config, variant, is_quantized=kv_format is not None)
+        ),
         "KV_FORMAT": kv_format,
         "SPLIT_TOKENS": config.split_tokens,
         "MAX_SPLITS": configs.max_splits(8),

@@ -217,8 +217,6 @@ def test_rows_of_latents_need_the_size_of_a_latent() -> None:
     heads = make_case([(4, 2)])
     with pytest.raises(ValueError, match="rows of latents have one part and one head"):
         ops.paged_attention(heads.query, heads.kv_layer, heads.metadata, scale=1.0, latent_dim=16)
-    with pytest.raises(ValueError, match="only the CPU has a kernel for latents"):
-        ops.paged_attention(case.query, case.kv_layer.to("meta"), case.metadata, scale=1.0, latent_dim=32)
 
 
 def test_wrong_keys_are_refused() -> None:

@@ -140,6 +140,14 @@ def test_other_head_dims_equal_the_reference(head_dim: int, executed: list[tuple
     executed += [(f"head_dim {head_dim}", each) for each in launches.values()]
 
 
+@FORMATS
+def test_latents_equal_the_reference(stored: torch.dtype | None, executed: list[tuple[str, Launch]]) -> None:
+    layout = interpreted.LATENTS
+    case = interpreted.make_case([(37, 1), (3, 9)], layout, dtype=torch.bfloat16, stored=stored, group=4)
+    launches = check_attention(case, {}, 2e-2)
+    executed += [("latents", each) for each in launches.values()]
+
+
 @pytest.mark.parametrize("lengths", [[(140, 1)], [(19, 21)]], ids=["decode", "prefill"])
 def test_the_order_of_warps_and_blocks_does_not_matter(lengths: Lengths) -> None:
     case = interpreted.make_case(lengths, Layout(num_kv_heads=1), dtype=torch.bfloat16, group=4)

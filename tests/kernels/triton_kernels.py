@@ -64,6 +64,8 @@ class Layout(NamedTuple):
     block_size: int = 16
     num_kv_heads: int = 2
     head_dim: int = 32
+    latent_dim: int | None = None
+    """With latent attention: elements of a latent, which begins each row of ``head_dim`` elements."""
 
 
 SMALL = Layout()
@@ -79,6 +81,11 @@ class Case(NamedTuple):
     kv_scales: torch.Tensor | None
     metadata: AttentionMetadata
 
+    @property
+    def latent_dim(self) -> int | None:
+        """Elements of a latent; None if blocks hold keys and values."""
+        return self.value.shape[2] if self.kv_layer.shape[1] == 1 else None
+
 
 Lengths = list[tuple[int, int]]
 
@@ -87,8 +94,9 @@ def fresh_blocks(
     num_blocks: int, layout: Layout, stored: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return poisoned blocks, one layer of three, and their scales if they are 8-bit."""
-    block_size, num_kv_heads, head_dim = layout
-    shape = (num_blocks, 3, 2, num_kv_heads, block_size, head_dim)
+    block_size, num_kv_heads, head_dim, latent_dim = layout
+    num_parts = 2 if latent_dim is None else 1
+    shape = (num_blocks, 3, num_parts, num_kv_heads, block_size, head_dim)
     if stored not in KV_FORMATS:
         return torch.full(shape, float("nan"), dtype=stored)[:, 1], None
     poison = 0x7F  # NaN in e4m3, and the largest int8.
@@ -107,7 +115,7 @@ def make_case(
     spare_entries: int = 1,
 ) -> Case:
     """Return sequences of (cached, new) tokens in shuffled blocks; each sequence's data are its own."""
-    block_size, num_kv_heads, head_dim = layout
+    block_size, num_kv_heads, head_dim, latent_dim = layout
     num_blocks = [-(-(cached + new) // block_size) for cached, new in lengths]
     generator = torch.Generator(DEVICE).manual_seed(seed)
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
@@ -124,6 +132,7 @@ def make_case(
         all_slots = [table[p // block_size] * block_size + p % block_size for p in range(cached + new)]
         past = torch.tensor(all_slots[:cached], dtype=torch.int64)
         key, value = rows[:cached, :num_kv_heads], rows[:cached, num_kv_heads : 2 * num_kv_heads]
+        value = value if latent_dim is None else key[..., :latent_dim]
         write_reference(key, value, kv_layer, past, kv_scales)
         new_rows.append(rows[cached:])
         slots += all_slots[cached:]
@@ -136,6 +145,7 @@ def make_case(
     )
     # Views of one projection, as models make them: their strides are not those of contiguous tensors.
     key, value, query = torch.cat(new_rows).split([num_kv_heads, num_kv_heads, group * num_kv_heads], dim=1)
+    value = value if latent_dim is None else key[..., :latent_dim]
     return Case(query, key, value, kv_layer, kv_scales, metadata)
 
 
@@ -147,8 +157,8 @@ def write_reference(
     kv_scales: torch.Tensor | None,
 ) -> None:
     """Write token by token, as the scales' rule has it."""
-    if kv_scales is None:
-        reference.write_kv(key, value, kv_layer, slot_mapping)
+    if kv_scales is None or kv_layer.shape[1] == 1:
+        reference.write_kv(key, value, kv_layer, slot_mapping, kv_scales)
         return
     kv_format = KV_FORMATS[kv_layer.dtype]
     bits = kv_layer.view(torch.uint8)
@@ -178,14 +188,15 @@ def write(case: Case) -> Case:
 
 def attend(case: Case, **options: Any) -> torch.Tensor:
     query, *_, metadata = case
-    return attention.paged_attention(
-        query, case.kv_layer, *metadata[:3], scale=SCALE, kv_scales=case.kv_scales, **options
-    )
+    options |= {"kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
+    return attention.paged_attention(query, case.kv_layer, *metadata[:3], scale=SCALE, **options)
 
 
 def attend_reference(case: Case, **options: Any) -> torch.Tensor:
     kv_layer = case.kv_layer
-    if case.kv_scales is not None:
+    if case.latent_dim is not None:
+        options |= {"kv_scales": case.kv_scales, "latent_dim": case.latent_dim}
+    elif case.kv_scales is not None:
         kv_layer = kv_layer.double() * case.kv_scales.double()[..., None, None]
     return reference.paged_attention(case.query, kv_layer, case.metadata, scale=SCALE, **options)
 
@@ -243,6 +254,39 @@ def test_8_bit_blocks_equal_the_reference(stored: torch.dtype, dtype: torch.dtyp
     tolerance = 2e-2 if dtype == torch.float16 else TOLERANCE[dtype]
     lengths = [(0, 5), (37, 1), (3, 20), (0, 1)]
     compare(write(make_case(lengths, dtype=dtype, stored=stored)), tolerance, **FEATURES[name])
+
+
+LATENTS = Layout(16, 1, 48, 32)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_heads", "dtype"),
+    [
+        (LATENTS, 4, torch.float16),
+        (LATENTS, 18, torch.float32),
+        (Layout(8, 1, 60, 40), 6, torch.float32),
+        (Layout(16, 1, 576, 512), 16, torch.bfloat16),
+    ],
+    ids=["small", "parts of 9 heads", "odd sizes", "DeepSeek-V3's sizes"],
+)
+def test_latents_equal_the_reference(layout: Layout, num_heads: int, dtype: torch.dtype) -> None:
+    case = write(make_case([(0, 5), (37, 1), (5, 0), (3, 12), (0, 1)], layout, dtype=dtype, group=num_heads))
+    compare(case, TOLERANCE[dtype], find_config=short_splits)
+    assert attend(case).shape[2] == layout.latent_dim
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_latents_of_8_bits_equal_the_reference(stored: torch.dtype, dtype: torch.dtype) -> None:
+    tolerance = 2e-2 if dtype == torch.float16 else TOLERANCE[dtype]
+    case = make_case([(37, 1), (3, 12)], LATENTS, dtype=dtype, stored=stored, group=4)
+    compare(write(case), tolerance, find_config=short_splits)
+
+
+@pytest.mark.parametrize("name", ["window", "all"])
+def test_latents_with_other_features_equal_the_reference(name: str) -> None:
+    case = write(make_case([(0, 21), (37, 1), (70, 1)], LATENTS, group=4))
+    compare(case, 1e-5, find_config=short_splits, **FEATURES[name])
 
 
 @st.composite

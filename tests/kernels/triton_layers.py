@@ -11,8 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quire.engine.model.check import check_paging, observe_attention
+from quire.engine.model.layers.attention import IMPLEMENTATION, register
 from quire.engine.model.layers.gpu_layers import GatedMlp, RmsNorm, fuse_layers
-from quire.kernels.triton import rows
+from quire.engine.model.layers.latent_attention import GpuHeadLinear, keep_latents
+from quire.kernels import ops
+from quire.kernels.triton import attention, blocks, rows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -58,6 +62,27 @@ def test_a_model_with_fused_layers_gives_the_same_logits(
     assert replaced == FUSED[architecture]
     largest = expected.abs().max()
     assert (logits(model) - expected).abs().max() <= TOLERANCE[dtype] * largest
+
+
+def test_latent_attention_agrees_with_expanded_heads(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check at load time compares the logits of paged steps with those of the model's own attention."""
+    kernels: dict[str, Any] = {"paged_attention": attention.paged_attention, "write_kv": blocks.write_kv}
+
+    def kernel(name: str, _: str) -> Callable[..., Any]:
+        return lambda *arguments, arithmetic=None, **options: kernels[name](*arguments, **options)
+
+    monkeypatch.setattr(ops, "_kernel", kernel)
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model("minicpm3", num_hidden_layers=1), dtype=torch.float32, attn_implementation=IMPLEMENTATION
+    )
+    model = model.to(DEVICE).eval()
+    keep_latents(model, GpuHeadLinear)
+    heads = observe_attention(model, model.config, 64)
+    assert heads.latent_dim == model.config.kv_lora_rank
+    check_paging(model, heads, model.config.vocab_size, 64)
 
 
 @DTYPES

@@ -13,6 +13,7 @@ the two forms round differently, and a token must get the same bits in a prompt 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from quire.kernels.cpu.products.linear import UNIT, PackedWeight, sums
 
 
 class HeadLinear(torch.nn.Module):
-    """A linear layer of each head, all in one packed weight.
+    """A linear layer of each head on the CPU, all in one packed weight.
 
     Args:
         weight: ``[num_heads, out_features, in_features]``.
@@ -49,6 +50,22 @@ class HeadLinear(torch.nn.Module):
         return heads[..., : self.out_features].to(inputs.dtype)
 
 
+class GpuHeadLinear(torch.nn.Module):
+    """A linear layer of each head on a GPU; see ``HeadLinear``."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``[num_tokens, num_heads, out_features]`` for ``[num_tokens, num_heads, in_features]``."""
+        return torch.bmm(inputs.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
+
+
+MakeHeads = Callable[[torch.Tensor], HeadLinear | GpuHeadLinear]
+"""Makes a layer from its weight ``[num_heads, out_features, in_features]``."""
+
+
 class LatentExpansion(torch.nn.Module):
     """The layer that expands latents to keys and values (``kv_b_proj``), divided into these two.
 
@@ -56,17 +73,15 @@ class LatentExpansion(torch.nn.Module):
         weight: ``[num_heads * (key_dim + value_dim), latent_dim]``.
         key_dim: elements of a head's key that are not rotated.
         value_dim: elements of a head's value.
-        weight_dtype, arithmetic: as for ``PackedLinear``.
+        head_linear: makes the linear layers of heads from weights.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, key_dim: int, value_dim: int, weight_dtype: str, arithmetic: str
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, key_dim: int, value_dim: int, head_linear: MakeHeads) -> None:
         super().__init__()
         self.key_dim, self.value_dim, self.latent_dim = key_dim, value_dim, weight.shape[1]
         keys, values = weight.unflatten(0, (-1, key_dim + value_dim)).split([key_dim, value_dim], dim=1)
-        self._keys = HeadLinear(keys.transpose(1, 2), weight_dtype, arithmetic)
-        self._values = HeadLinear(values, weight_dtype, arithmetic)
+        self._keys = head_linear(keys.transpose(1, 2))
+        self._values = head_linear(values)
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """Expand latents, as the check at load time needs it for the model's own attention."""
@@ -83,8 +98,8 @@ class LatentExpansion(torch.nn.Module):
         return values
 
 
-def keep_latents(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> None:
-    """Let the layers with latent attention pass rows of latents to attention, on the CPU.
+def keep_latents(model: torch.nn.Module, head_linear: MakeHeads) -> None:
+    """Let the layers with latent attention pass rows of latents to attention.
 
     A row ``[latent, rotated key]`` is the key, and the latent is the value. Eager attention still gets
     expanded heads.
@@ -94,7 +109,7 @@ def keep_latents(model: torch.nn.Module, weight_dtype: str, arithmetic: str) -> 
         expansion = getattr(layer, "kv_b_proj", None)
         if hasattr(layer, "expand_kv") and type(expansion) is torch.nn.Linear and expansion.bias is None:
             sizes = int(layer.qk_nope_head_dim), int(layer.v_head_dim)
-            layer.kv_b_proj = LatentExpansion(expansion.weight, *sizes, weight_dtype, arithmetic)
+            layer.kv_b_proj = LatentExpansion(expansion.weight, *sizes, head_linear)
             layer.expand_kv = partial(_rows_of_latents, layer, layer.expand_kv)
 
 
