@@ -92,13 +92,11 @@ class CompiledStep:
         self._has_mixers = not all(is_mlp for _, is_mlp, _ in self._modules)
         self._states = None if heads.states is None else States(memory, heads.states)
         self._memory = memory
-        self._num_heads = (
-            max((each.output.in_features for each in recipe.attentions), default=0) // heads.head_dim
-        )
-        num_heads = max(self._num_heads, heads.num_kv_heads)
-        self._shape = AttentionShape(memory.shape.block_size, num_heads, heads.num_kv_heads)
+        self._num_heads, self._shape = _heads(recipe, heads, memory.shape.block_size)
         self._decode_tiles = DecodeTiles(self._shape)
-        self._part_tokens = part_tokens(self._shape.group, 2 * heads.head_dim)
+        self._part_tokens = part_tokens(
+            self._shape.group, heads.head_dim + (heads.latent_dim or heads.head_dim)
+        )
         # One program fits all weights whose inputs have the same form, unless it reads embeddings from them.
         stored = first_of_form(_linears(recipe)[0].packed.stored)
         head_stored = recipe.head.packed.stored
@@ -310,23 +308,26 @@ class CompiledStep:
             return
         capacity = max(64, 1 << (num_rows - 1).bit_length())
         fields = self._step[0]
+        recipe = self._recipe
+        attended = self._num_heads * int(fields["head_dim"])
+        attended = max((attended, *(each.output.in_features for each in recipe.attentions)))
+        expanded = (each.query_up.out_features for each in recipe.latents if each.query_up)
         widths = {
             "hidden": fields["hidden_size"],
             "normed": fields["hidden_size"],
             "qkv": max(fields["qkv_stride"], fields["hidden_size"]),
-            "queries": self._num_heads * fields["head_dim"],
-            "attended": self._num_heads * fields["head_dim"],
+            "queries": attended,
+            "attended": attended,
             "update": fields["update_stride"],
             "mlp": fields["mlp_stride"],
-            "operands": max(
-                fields["hidden_size"], fields["mlp_stride"], self._num_heads * fields["head_dim"]
-            ),
+            "operands": max(fields["hidden_size"], fields["mlp_stride"], attended, *expanded),
         }
         for name, width in widths.items():
             self._buffers[name] = torch.empty((capacity, int(width)))
             self._step[name] = self._buffers[name].data_ptr()
         self._attention["query"] = fields["queries"]
-        self._attention["output"] = fields["attended"]
+        # With latent attention, the results of heads are computed from sums of latents.
+        self._attention["output"] = fields["operands" if recipe.latents else "attended"]
         self._place_kept_rows(self._keeps_all_rows)
 
     def _grow_tables(self, num_positions: int) -> None:
@@ -361,6 +362,8 @@ class CompiledStep:
         row["attention"] = self._attention.ctypes.data + index * attention_program.ARGUMENTS.itemsize
         arguments["kv"], arguments["kv_scales"] = row["kv"], row["kv_scales"]
         arguments["block_stride"], arguments["value_offset"], arguments["head_stride"] = kv_layer.stride()[:3]
+        if layer.latents is not None:
+            arguments["value_offset"] = arguments["head_stride"] = 0
         if scales is not None:
             arguments["scale_block_stride"], arguments["scale_value_offset"] = scales.stride()[:2]
         sinks = (
@@ -368,7 +371,7 @@ class CompiledStep:
         )
         arguments["sinks"], arguments["slopes"] = self._hold(sinks), self._hold(torch.zeros(self._num_heads))
         arguments["next_program"] = self._counters.ctypes.data + 8 * (first_counter + index)
-        arguments["num_kv_heads"], arguments["num_heads"] = heads.num_kv_heads, self._num_heads
+        arguments["num_kv_heads"], arguments["num_heads"] = self._shape.num_kv_heads, self._num_heads
         arguments["window"], arguments["is_chunked"] = call.window or 0, call.is_chunked
         arguments["scale"], arguments["softcap"] = call.scale, call.softcap or 0.0
 
@@ -417,11 +420,14 @@ class CompiledStep:
                 shape.block_size,
                 self._shape.group,
                 STORAGE[kv_dtype],
-                arithmetic=heads.arithmetic,
+                heads.latent_dim or None,
+                heads.arithmetic,
             )
             own_columns = columns(recipe.attentions[0], self._num_heads, heads)
             values["attend"] = kernel.address
             values |= zip(("key_column", "value_column", "qkv_stride"), own_columns, strict=True)
+        if recipe.latents:
+            values["value_offset"] = heads.latent_dim
         for name, value in values.items():
             steps[name] = value
         steps["head"] = linear_record(recipe.head)
@@ -490,6 +496,7 @@ def _one_row_each(rows: torch.Tensor, starts: torch.Tensor) -> Array:
 def _linears(recipe: StepRecipe) -> list[PackedLinear]:
     """Return the linear layers that the program computes; the output layer only if there are no others."""
     of_attention = [layer for each in recipe.attentions for layer in (*each.projections, each.output)]
+    of_attention += [each.query_up for each in recipe.latents if each.query_up is not None]
     mlps = recipe.mlps + [each.shared for each in recipe.layers if each.shared is not None]
     of_mlps = [layer for each in mlps for layer in (each.gate, each.up or each.gate, each.down)]
     return of_attention + of_mlps or [recipe.head]
@@ -550,5 +557,28 @@ def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
     if any((each.packed.dtype, form_of_inputs(each.packed.stored)) != (dtype, form) for each in linears):
         raise NoRecipeError("its linear layers have different dtypes or forms of inputs")
     for each in recipe.attentions:
-        if len(each.projections) not in (1, 3) or each.output.in_features % heads.head_dim:
+        if each.latents is not None:
+            _check_latents(recipe, each, heads)
+        elif len(each.projections) not in (1, 3) or each.output.in_features % heads.head_dim:
             raise NoRecipeError(f"its heads of {heads.head_dim} values do not fill its projections")
+
+
+def _check_latents(recipe: StepRecipe, layer: AttentionRecipe, heads: KvHeads) -> None:
+    if columns(layer, 0, heads) != columns(recipe.attentions[0], 0, heads):
+        raise NoRecipeError("its queries or latents differ in size")
+    if layer.rotation is not None:
+        cosines, _ = recipe.rotations[layer.rotation](torch.zeros(1, dtype=torch.long))
+        if cosines.shape[1] != heads.head_dim - heads.latent_dim:
+            raise NoRecipeError(f"its rotation has {cosines.shape[1]} values")
+
+
+def _heads(recipe: StepRecipe, heads: KvHeads, block_size: int) -> tuple[int, AttentionShape]:
+    """Return the number of query heads that the program computes, and what its tiles depend on."""
+    if recipe.latents:
+        num_heads = recipe.latents[0].expansion.key_heads.num_heads
+        return num_heads, AttentionShape(
+            block_size, num_heads, num_heads // attention.latent_group(num_heads)
+        )
+    num_heads = max((each.output.in_features for each in recipe.attentions), default=0) // heads.head_dim
+    most_heads = max(num_heads, heads.num_kv_heads)
+    return num_heads, AttentionShape(block_size, most_heads, heads.num_kv_heads)

@@ -7,16 +7,19 @@ from typing import Any
 import numpy as np
 
 from quire.engine.model.check import KvHeads
+from quire.engine.model.layers.latent_attention import HeadLinear
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
 from quire.engine.model.layers.row_layers import RowNorm
-from quire.engine.model.step_recipe import AttentionRecipe, LayerRecipe, MlpRecipe
+from quire.engine.model.step_recipe import AttentionRecipe, LatentRecipe, LayerRecipe, MlpRecipe
 from quire.kernels.cpu.products.linear import UNIT, unit_kernel
 
 
 def columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:
     """Return the first column of keys and of values behind the queries, and the number of columns."""
     ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
+    if layer.latents is not None:
+        return ends[0], ends[0] + layer.latents.expansion.latent_dim, ends[-1]
     if len(ends) == 3:
         return ends[0], ends[1], ends[2]
     key_column = num_heads * heads.head_dim
@@ -36,9 +39,25 @@ def fill_layer(row: Any, layer: LayerRecipe) -> None:
             row[name] = linear_record(projection)
         row["query_scale"] = attention.query_scale
         _fill_added(row, "output", attention.output)
+        if attention.latents is not None:
+            _fill_latents(row, attention.latents)
     row["has_experts"] = not isinstance(layer.mlp, MlpRecipe)
     if (mlp := layer.mlp if isinstance(layer.mlp, MlpRecipe) else layer.shared) is not None:
         _fill_mlp(row, mlp)
+
+
+def _fill_latents(row: Any, latents: LatentRecipe) -> None:
+    row["latent_dim"], row["is_interleaved"] = latents.expansion.latent_dim, latents.is_interleaved
+    if latents.query_up is not None:
+        row["query_up"] = linear_record(latents.query_up)
+    row["key_heads"] = _head_record(latents.expansion.key_heads)
+    row["value_heads"] = _head_record(latents.expansion.value_heads)
+
+
+def _head_record(heads: HeadLinear) -> tuple[int, int, int, int, int, int]:
+    weight = heads.packed
+    address = unit_kernel(weight.stored).address
+    return address, weight.panels.data_ptr(), 0, weight.in_features, 1, weight.num_units
 
 
 def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:

@@ -18,15 +18,20 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from quire.engine.model.layers.latent_attention import LatentExpansion, latent_expansion
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
 from quire.engine.model.layers.row_layers import KernelActivation, RowNorm
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.products.linear import UNIT
+from quire.kernels.cpu.products.packed_product import FLOATS, form_of_inputs
 from quire.kernels.cpu.rows import Activation
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 Rotation = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Function that returns the cosines and sines ``[num_positions, rotary_dim]`` of some positions."""
+_INTERLEAVED = "apply_rotary_pos_emb_interleave"
+_ROTATIONS = {"apply_rotary_pos_emb", _INTERLEAVED}
+"""Functions of transformers that rotate keys of latent attention as the program does."""
 
 
 class NoRecipeError(Exception):
@@ -53,12 +58,28 @@ class MlpRecipe:
 
 
 @dataclass(frozen=True)
+class LatentRecipe:
+    """What latent attention has beside the parts of other attention.
+
+    Attributes:
+        query_up: the layer that expands queries; None if there is none.
+        is_interleaved: whether neighbors are rotated, and not both halves of a key.
+    """
+
+    query_up: PackedLinear | None
+    expansion: LatentExpansion
+    is_interleaved: bool
+
+
+@dataclass(frozen=True)
 class AttentionRecipe:
     """Attention.
 
     Attributes:
         number: the number of its call of attention, see ``KvHeads``.
-        projections: the linear layers of queries, keys and values, or one for all of them.
+        projections: the linear layers of queries, keys and values, or one for all of them. With latent
+            attention, those of queries, of latents with rotated keys, and perhaps of a gate for each head.
+        query_norm, key_norm: with latent attention, those before ``query_up`` and of the latents.
         is_gated: whether a gate, by whose sigmoid a head's result is multiplied, follows each head's query.
         query_scale: factor of the queries, in addition to the one that attention applies.
         rotation: index of the layer's rotation in ``StepRecipe.rotations``; None if it has none.
@@ -72,6 +93,7 @@ class AttentionRecipe:
     query_scale: float
     rotation: int | None
     output: PackedLinear
+    latents: LatentRecipe | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +143,11 @@ class StepRecipe:
     def attentions(self) -> list[AttentionRecipe]:
         """Those that are no modules."""
         return [each.attention for each in self.layers if isinstance(each.attention, AttentionRecipe)]
+
+    @property
+    def latents(self) -> list[LatentRecipe]:
+        """Those of latent attention that is no module."""
+        return [each.latents for each in self.attentions if each.latents is not None]
 
     @property
     def mlps(self) -> list[MlpRecipe]:
@@ -225,6 +252,8 @@ class _Reader:
         )
 
     def _llama_attention(self, attention: Any, rotation: int | None) -> AttentionRecipe | torch.nn.Module:
+        if latent_expansion(attention) is not None:
+            return self._latent_attention(attention, rotation)
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         output = next((name for name in ("o_proj", "out_proj") if hasattr(attention, name)), "")
         parts = {name for name, each in attention.named_children() if _has_weights(each)}
@@ -249,6 +278,34 @@ class _Reader:
             # The calls of attention have them.
             self._taken.add(id(attention))
         return recipe
+
+    def _latent_attention(self, attention: Any, rotation: int | None) -> AttentionRecipe | torch.nn.Module:
+        parts = {name for name, each in attention.named_children() if _has_weights(each)}
+        query = ("q_a_proj", "q_a_layernorm", "q_b_proj") if "q_a_proj" in parts else ("q_proj",)
+        if parts - {"g_proj"} != {*query, "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj"}:
+            return self._module(attention)
+        names = [query[0], "kv_a_proj_with_mqa", *({"g_proj"} & parts)]
+        expansion = self._take(attention.kv_b_proj, LatentExpansion)
+        weights = attention.o_proj.packed, expansion.key_heads.packed, expansion.value_heads.packed
+        rotations = {each for each in type(attention).forward.__code__.co_names if "apply_rotary" in each}
+        if rotations - _ROTATIONS or any(form_of_inputs(each.stored) != FLOATS for each in weights):
+            return self._module(attention)
+        up = self._take(attention.q_b_proj, PackedLinear) if len(query) > 1 else None
+        return AttentionRecipe(
+            number=_number(attention),
+            projections=tuple(self._take(getattr(attention, name), PackedLinear) for name in names),
+            query_norm=None if up is None else self._take(attention.q_a_layernorm, RowNorm),
+            key_norm=self._take(attention.kv_a_layernorm, RowNorm),
+            is_gated=False,
+            query_scale=1.0,
+            rotation=rotation if rotations else None,
+            output=self._take(attention.o_proj, PackedLinear),
+            latents=LatentRecipe(
+                up,
+                expansion,
+                _INTERLEAVED in rotations and getattr(attention.config, "rope_interleave", True),
+            ),
+        )
 
     def _llama_mlp(self, mlp: Any) -> MlpRecipe | torch.nn.Module:
         if hasattr(mlp, "experts"):

@@ -105,9 +105,10 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
     """
     if model.module.device.type != "cpu":
         raise UnsupportedAdapterError("adapters run on the CPU only")
-    if model.recipe is None or model.recipe.has_modules:
+    if model.recipe is None or model.recipe.has_modules or model.recipe.latents:
         raise UnsupportedAdapterError(
-            f"adapters need a model that runs as one program, and {model.module.config.model_type} does not"
+            "adapters need a model that runs as one program without latent attention, and "
+            f"{model.module.config.model_type} does not"
         )
     return model.recipe
 

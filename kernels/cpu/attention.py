@@ -97,7 +97,7 @@ def paged_attention(
     _, _, num_kv_heads, block_size, _ = kv_layer.shape
     block_stride, value_offset, head_stride = kv_layer.stride()[:3]
     if latent_dim is not None:
-        num_kv_heads, value_offset, head_stride = num_heads // _latent_group(num_heads), 0, 0
+        num_kv_heads, value_offset, head_stride = num_heads // latent_group(num_heads), 0, 0
     group = num_heads // num_kv_heads
     starts = query_starts.numpy()
     num_new = starts[1:] - starts[:-1]
@@ -150,7 +150,7 @@ def paged_attention(
     return output.to(query.dtype)
 
 
-def _latent_group(num_heads: int) -> int:
+def latent_group(num_heads: int) -> int:
     """Return how many query heads a program computes with latent attention."""
     return max(each for each in range(1, _MOST_LATENT_HEADS + 1) if num_heads % each == 0)
 

@@ -405,14 +405,16 @@ def _run_gate(
 
 
 @exact
-def _rotate(args: Any, layer: Any, inputs: int, outputs: int, position: int, norm: Any, storage: Any) -> None:
+def _rotate(
+    args: Any, layer: Any, inputs: int, outputs: int, length: int, position: int, norm: Any, storage: Any
+) -> None:
     """Normalize a query or key if the layer does so, and rotate it by its position."""
     keep_apart()
     if norm.kind != 0:
-        _normalize(norm, inputs, outputs, args.head_dim, storage)
+        _normalize(norm, inputs, outputs, length, storage)
         inputs = outputs
-    x = carray(pointer(inputs, np.float32), (args.head_dim,))
-    y = carray(pointer(outputs, np.float32), (args.head_dim,))
+    x = carray(pointer(inputs, np.float32), (length,))
+    y = carray(pointer(outputs, np.float32), (length,))
     rotary_dim = args.rotary_dim if layer.cosines else 0
     half = rotary_dim // 2
     at = 4 * position * rotary_dim
@@ -420,11 +422,13 @@ def _rotate(args: Any, layer: Any, inputs: int, outputs: int, position: int, nor
     sines = carray(pointer(layer.sines + at, np.float32), (rotary_dim,))
     for i in range(half):
         low, high = x[i], x[half + i]
+        if layer.is_interleaved:
+            low, high = x[2 * i], x[2 * i + 1]
         y[i] = narrow(narrow(low * cosines[i], storage) + narrow(-high * sines[i], storage), storage)
         y[half + i] = narrow(
             narrow(high * cosines[half + i], storage) + narrow(low * sines[half + i], storage), storage
         )
-    for i in range(rotary_dim, args.head_dim):
+    for i in range(rotary_dim, length):
         y[i] = x[i]
 
 
@@ -444,10 +448,10 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
                 query = carray(pointer(query_at, np.float32), (dim,))
                 for d in range(dim):
                     query[d] = narrow(query[d] * np.float32(layer.query_scale), storage)
-            _rotate(args, layer, query_at, output, positions[token], layer.query_norm, storage)
+            _rotate(args, layer, query_at, output, dim, positions[token], layer.query_norm, storage)
         for head in range(args.num_kv_heads):
             at = row + 4 * (args.key_column + head * dim)
-            _rotate(args, layer, at, at, positions[token], layer.key_norm, storage)
+            _rotate(args, layer, at, at, dim, positions[token], layer.key_norm, storage)
         if args.kv_format != 0 or slots[token] < 0:
             continue
         block, offset = slots[token] // args.block_size, slots[token] % args.block_size
@@ -467,12 +471,17 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
 
 @exact
 def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> None:
-    """Write keys and values into 8-bit blocks: a thread writes all tokens of a head, in order."""
+    """Write keys and values into 8-bit blocks: a thread writes all tokens of a head, in order.
+
+    With latent attention, the latents and the rotated keys have the places of keys and values.
+    """
     keep_apart()
     slots = carray(pointer(layer.slots, np.int64), (args.num_tokens,))
-    dim = args.head_dim
     for part in range(thread, 2 * args.num_kv_heads, num_threads):
         is_value, head = part // args.num_kv_heads, part % args.num_kv_heads
+        dim = args.head_dim
+        if layer.latent_dim:
+            dim = dim - layer.latent_dim if is_value else layer.latent_dim
         column = (args.value_column if is_value else args.key_column) + head * dim
         for token in range(args.num_tokens):
             if slots[token] < 0:
@@ -482,7 +491,7 @@ def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> No
                 block * args.block_stride
                 + is_value * args.value_offset
                 + head * args.head_stride
-                + offset * dim
+                + offset * args.head_dim
             )
             scale = layer.kv_scales + 4 * (
                 block * args.scale_block_stride + is_value * args.scale_value_offset + head
@@ -545,11 +554,11 @@ def _copy(source: int, target: int, length: int) -> None:
 
 
 @exact
-def _keep_rows(args: Any, kept: Any, first: int, end: int) -> None:
+def _keep_rows(args: Any, kept: Any, attended_size: int, first: int, end: int) -> None:
     """Copy the rows of the tokens that later phases compute."""
     keep_apart()
     rows = carray(pointer(kept.kept_rows, np.int64), (kept.num_tokens,))
-    size, attended_size = args.hidden_size, args.num_heads * args.head_dim
+    size = args.hidden_size
     for index in range(first, end):
         row = rows[index]
         _copy(args.hidden + 4 * row * size, kept.hidden + 4 * index * size, size)
@@ -560,23 +569,167 @@ def _keep_rows(args: Any, kept: Any, first: int, end: int) -> None:
 
 @exact
 def _attend(
-    args: Any, layer: Any, thread: int, num_threads: int, phase: int, storage: Any, item_bytes: int
+    args: Any,
+    layer: Any,
+    counters: int,
+    thread: int,
+    num_threads: int,
+    phase: int,
+    storage: Any,
+    item_bytes: int,
 ) -> int:
     """Write the step's keys and values, and attend over all blocks; return the next phase."""
     keep_apart()
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads
-    _place_tokens(args, layer, first, end, storage, item_bytes)
+    if layer.latent_dim:
+        phase = _absorb(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
+    else:
+        _place_tokens(args, layer, first, end, storage, item_bytes)
     phase = _wait(args, num_threads, phase)
     if args.kv_format != 0:
         _quantize_tokens(args, layer, thread, num_threads)
         phase = _wait(args, num_threads, phase)
     call(args.attend, (layer.attention,))
     phase = _wait(args, num_threads, phase)
-    if layer.query_stride > args.head_dim:
+    if layer.latent_dim:
+        phase = _expand(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
+    elif layer.query_stride > args.head_dim:
         _gate_rows(args, layer, first, end, storage)
         phase = _wait(args, num_threads, phase)
     return phase
+
+
+@exact
+def _absorb(
+    args: Any, layer: Any, counters: int, thread: int, num_threads: int, phase: int, storage: Any, size: int
+) -> int:
+    """Write latents, and compute the queries that attend to them; return the next phase."""
+    keep_apart()
+    first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
+    queries, stride = args.qkv, args.qkv_stride
+    num_rotated = args.head_dim - layer.latent_dim
+    query_dim = layer.key_heads.in_features + num_rotated
+    if layer.query_up.num_units:
+        for token in range(first, end):
+            at = queries + 4 * token * stride
+            _normalize(layer.query_norm, at, at, layer.query_up.in_features, storage)
+        phase = _wait(args, num_threads, phase)
+        width = args.num_heads * query_dim
+        inputs, outputs = (queries, stride, np.int64(0)), (args.operands, width, np.int64(0))
+        _multiply_heads(args, layer.query_up, 1, counters + 32, inputs, outputs, width, storage, size)
+        phase = _wait(args, num_threads, phase)
+        queries, stride = args.operands, width
+    _place_latents(args, layer, queries, stride, first, end, storage, size)
+    inputs, outputs = (
+        (queries, stride, query_dim),
+        (args.queries, args.num_heads * args.head_dim, args.head_dim),
+    )
+    num, counter = args.num_heads, counters + 40
+    _multiply_heads(args, layer.key_heads, num, counter, inputs, outputs, layer.latent_dim, storage, size)
+    return phase
+
+
+@exact
+def _place_latents(
+    args: Any, layer: Any, queries: int, stride: int, first: int, end: int, storage: Any, item_bytes: int
+) -> None:
+    """Normalize latents, rotate keys and queries, and write the former unless blocks have 8 bits."""
+    keep_apart()
+    positions = carray(pointer(args.positions, np.int64), (args.num_tokens,))
+    slots = carray(pointer(layer.slots, np.int64), (args.num_tokens,))
+    dim, latent_dim, key_dim = args.head_dim, layer.latent_dim, layer.key_heads.in_features
+    num_rotated = dim - latent_dim
+    rotated = np.empty(num_rotated, np.float32)
+    rotated_at = np.int64(rotated.ctypes.data)
+    for token in range(first, end):
+        row_at, position = args.qkv + 4 * (token * args.qkv_stride + args.key_column), positions[token]
+        key_at = row_at + 4 * latent_dim
+        _normalize(layer.key_norm, row_at, row_at, latent_dim, storage)
+        _rotate(args, layer, key_at, rotated_at, num_rotated, position, args.no_norm, storage)
+        key = carray(pointer(key_at, np.float32), (num_rotated,))
+        # Numba frees an array after the last use of its name.
+        for d in range(num_rotated):
+            key[d] = rotated[d]
+        for head in range(args.num_heads):
+            query_at = queries + 4 * (token * stride + head * (key_dim + num_rotated) + key_dim)
+            output = args.queries + 4 * ((token * args.num_heads + head) * dim + latent_dim)
+            _rotate(args, layer, query_at, output, num_rotated, position, args.no_norm, storage)
+        if args.kv_format != 0 or slots[token] < 0:
+            continue
+        block, offset = slots[token] // args.block_size, slots[token] % args.block_size
+        stored_at = layer.kv + item_bytes * (block * args.block_stride + offset * dim)
+        stored = carray(pointer(stored_at, storage), (dim,))
+        row = carray(pointer(row_at, np.float32), (dim,))
+        for d in range(dim):
+            stored[d] = encode(row[d], storage)
+
+
+@exact
+def _multiply_heads(
+    args: Any,
+    linear: Any,
+    num_heads: int,
+    counter: int,
+    inputs: Any,
+    outputs: Any,
+    size: int,
+    storage: Any,
+    item_bytes: int,
+) -> None:
+    """Multiply the inputs of each head by its own weight.
+
+    Args:
+        inputs, outputs: the address, and how many values lie between tokens, and between heads.
+        size: the outputs of a head.
+    """
+    keep_apart()
+    sums = np.empty((ROWS, UNIT), np.float32)
+    sums_at, units_per_head = np.int64(sums.ctypes.data), linear.num_units // num_heads
+    while True:
+        program = np.int64(fetch_and_increment(counter))
+        if program >= linear.num_units * -(-args.num_tokens // ROWS):
+            break
+        unit, first = program % linear.num_units, program // linear.num_units * ROWS
+        head, column = unit // units_per_head, unit % units_per_head * UNIT
+        count, stride = min(ROWS, args.num_tokens - first), 4 * inputs[1]
+        inputs_at = inputs[0] + first * stride + 4 * head * inputs[2]
+        _multiply(linear, unit, inputs_at, stride, sums_at, UNIT, count, storage, item_bytes)
+        for row in range(count):
+            at = outputs[0] + 4 * ((first + row) * outputs[1] + head * outputs[2] + column)
+            values = carray(pointer(at, np.float32), (UNIT,))
+            for d in range(min(UNIT, size - column)):
+                values[d] = sums[row, d]
+
+
+@exact
+def _expand(
+    args: Any, layer: Any, counters: int, thread: int, num_threads: int, phase: int, storage: Any, size: int
+) -> int:
+    """Compute the results of heads from their sums of latents; return the next phase."""
+    keep_apart()
+    first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
+    num_heads, value_dim = args.num_heads, layer.output.in_features // args.num_heads
+    row_size = num_heads * layer.latent_dim
+    if size < 4:
+        _narrow_rows(args.operands, row_size, first, end, storage)
+        phase = _wait(args, num_threads, phase)
+    inputs = (args.operands, row_size, layer.latent_dim)
+    outputs, counter = (args.attended, num_heads * value_dim, value_dim), counters + 48
+    _multiply_heads(args, layer.value_heads, num_heads, counter, inputs, outputs, value_dim, storage, size)
+    phase = _wait(args, num_threads, phase)
+    if layer.value.num_units == 0:
+        return phase
+    for token in range(first, end):
+        gates_at = args.qkv + 4 * ((token + 1) * args.qkv_stride - layer.value.num_units * UNIT)
+        activate(_SIGMOID, gates_at, num_heads, storage)
+        gates = carray(pointer(gates_at, np.float32), (num_heads,))
+        results_at = args.attended + 4 * token * num_heads * value_dim
+        results = carray(pointer(results_at, np.float32), (num_heads, value_dim))
+        for head in range(num_heads):
+            for d in range(value_dim):
+                results[head, d] = narrow(results[head, d] * gates[head], storage)
+    return _wait(args, num_threads, phase)  # type: ignore[no-any-return]
 
 
 @exact
@@ -667,7 +820,7 @@ def _run_attention(
 ) -> tuple[int, int]:
     """Compute the attention of a layer, for the ``kept`` tokens; see ``_add_linear``."""
     keep_apart()
-    size, attended_size = args.hidden_size, args.num_heads * args.head_dim
+    size, attended_size = args.hidden_size, layer.output.in_features
     counters = args.counters + 8 * COUNTERS_PER_LAYER * index
     linears = _NUM_LINEARS * index
     phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
@@ -687,11 +840,11 @@ def _run_attention(
         item_bytes,
     )
     phase = _wait(args, num_threads, phase)
-    phase = _attend(args, layer, thread, num_threads, phase, storage, item_bytes)
+    phase = _attend(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
     first, end = kept.num_tokens * thread // num_threads, kept.num_tokens * (thread + 1) // num_threads
     drops_rows = kept.hidden != args.hidden
     if drops_rows:
-        _keep_rows(args, kept, first, end)
+        _keep_rows(args, kept, attended_size, first, end)
     if item_bytes < 4:
         _narrow_rows(kept.attended, attended_size, first, end, storage)
     _encode_rows(kept, kept.attended, attended_size, first, end, stored)

@@ -21,12 +21,15 @@ LAYER = np.dtype(
     [
         *((name, NORM) for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm")),
         *((name, LINEAR) for name in ("query", "key", "value", "output")),
+        *((name, LINEAR) for name in ("query_up", "key_heads", "value_heads")),
         *((name, NORM) for name in ("mlp_norm", "after_mlp_norm")),
         *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
         ("has_experts", np.int64),
         ("query_scale", np.float64),
         ("query_stride", np.int64),
+        ("latent_dim", np.int64),
+        ("is_interleaved", np.int64),
         *((name, np.int64) for name in ("output_borders", "output_bias", "down_borders", "down_bias")),
         ("cosines", np.int64),
         ("sines", np.int64),
@@ -45,6 +48,11 @@ the activation. With "has_experts" these layers are an expert of all tokens, who
 the inputs of "output" or "down" are divided among processes, "borders" is the address of the processes' first
 segments (see ``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and the bias is added
 after the sum over the processes.
+
+With latent attention "latent_dim" is not 0. "query" then computes the queries or, with "query_up", what that
+expands to queries; "key" the latent and the key that is rotated; and "value", if there is one, a gate of each
+head. "key_heads" and "value_heads" have a weight for each head (see ``LatentExpansion``). If a rotation is
+interleaved, it rotates neighbors instead of both halves of its inputs.
 """
 
 _ADDRESSES = (
@@ -120,4 +128,4 @@ A program gets two of them. The second has only the tokens after which logits or
 computed. Only the first ``num_logits`` tokens get logits; ``normed`` ends with the hidden states of all.
 """
 
-COUNTERS_PER_LAYER = 4
+COUNTERS_PER_LAYER = 7

@@ -283,8 +283,8 @@ def test_a_pattern_of_alpha_applies_to_its_layers(llama: LoadedModel, tmp_path: 
     assert first == second
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "mixtral"])
-def test_a_model_with_modules_has_no_adapters(
+@pytest.mark.parametrize("architecture", ["gpt_neox", "mixtral", "youtu"])
+def test_a_model_with_modules_or_latents_has_no_adapters(
     tiny_model: Callable[[str], Path], tmp_path: Path, architecture: str
 ) -> None:
     folder = tiny_model(architecture)

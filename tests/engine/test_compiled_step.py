@@ -12,17 +12,17 @@ import torch
 
 from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.step_recipe import NoRecipeError, read_recipe
-from quire.engine.weights.loader import load_model
+from quire.engine.weights.loader import LoadedModel, load_model
 from tests.testing.tiny_engine import run_mixed
 from tests.testing.tiny_models import make_random_model
 
 COVERED = [
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),
-    *("gpt2", "opt"),
+    *("gpt2", "opt", "glm4_moe_lite", "youtu"),
 ]
 WITH_MODULES = [
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"),
-    *("lfm2", "bamba", "qwen3_next", "qwen3_5_text", "glm4_moe_lite", "kimi_linear"),
+    *("lfm2", "bamba", "qwen3_next", "qwen3_5_text", "deepseek_v3", "kimi_linear", "bailing_hybrid"),
 ]
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_little_is_left_to_modules(tiny_model: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_blocks_of_8_bits_get_the_same_bits(tiny_model: Callable[[str], Path], kv_cache_dtype: str) -> None:
-    for architecture in ("llama", "gemma3"):
+    for architecture in ("llama", "gemma3", "glm4_moe_lite"):
         model = load_model(str(tiny_model(architecture)), "bfloat16", CPU)
         assert run_mixed(model, kv_cache_dtype) == run_mixed(replace(model, recipe=None), kv_cache_dtype)
 
@@ -75,8 +75,12 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
 
 def test_threads_do_not_change_the_bits(tiny_model: Callable[..., Path]) -> None:
     # A step of these sizes has enough work for several threads.
-    folder = tiny_model("llama", hidden_size=256, intermediate_size=704)
-    model = load_model(str(folder), "float32", CPU)
+    for architecture in ("llama", "youtu"):
+        folder = tiny_model(architecture, hidden_size=256, intermediate_size=704)
+        check_threads(load_model(str(folder), "float32", CPU))
+
+
+def check_threads(model: LoadedModel) -> None:
     torch.set_num_threads(1)
     expected = run_mixed(model, "auto")
     for num_threads in (2, 3):

@@ -35,17 +35,17 @@ class HeadLinear(torch.nn.Module):
         super().__init__()
         self.num_heads, self.out_features, _ = weight.shape
         padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self.out_features % UNIT))
-        self._packed: PackedWeight = pack_weight("kv_b_proj", padded.flatten(0, 1), weight_dtype, arithmetic)
+        self.packed: PackedWeight = pack_weight("kv_b_proj", padded.flatten(0, 1), weight_dtype, arithmetic)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight ``[num_heads, out_features, in_features]``; each access unpacks it again."""
-        heads: torch.Tensor = self._packed.unpack().unflatten(0, (self.num_heads, -1))
+        heads: torch.Tensor = self.packed.unpack().unflatten(0, (self.num_heads, -1))
         return heads[:, : self.out_features]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``[num_tokens, num_heads, out_features]`` for ``[num_tokens, num_heads, in_features]``."""
-        outputs: torch.Tensor = sums(inputs, self._packed, None, num_heads=self.num_heads)
+        outputs: torch.Tensor = sums(inputs, self.packed, None, num_heads=self.num_heads)
         heads: torch.Tensor = outputs.unflatten(1, (self.num_heads, -1))
         return heads[..., : self.out_features].to(inputs.dtype)
 
@@ -80,21 +80,21 @@ class LatentExpansion(torch.nn.Module):
         super().__init__()
         self.key_dim, self.value_dim, self.latent_dim = key_dim, value_dim, weight.shape[1]
         keys, values = weight.unflatten(0, (-1, key_dim + value_dim)).split([key_dim, value_dim], dim=1)
-        self._keys = head_linear(keys.transpose(1, 2))
-        self._values = head_linear(values)
+        self.key_heads = head_linear(keys.transpose(1, 2))
+        self.value_heads = head_linear(values)
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """Expand latents, as the check at load time needs it for the model's own attention."""
-        weight = torch.cat([self._keys.weight.transpose(1, 2), self._values.weight], dim=1)
+        weight = torch.cat([self.key_heads.weight.transpose(1, 2), self.value_heads.weight], dim=1)
         return torch.nn.functional.linear(latents, weight.flatten(0, 1))
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         """Return queries ``[num_tokens, num_heads, key_dim + rotated]`` in the form that attends to rows."""
-        return torch.cat([self._keys(query[..., : self.key_dim]), query[..., self.key_dim :]], dim=-1)
+        return torch.cat([self.key_heads(query[..., : self.key_dim]), query[..., self.key_dim :]], dim=-1)
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
         """Return values ``[num_tokens, num_heads, value_dim]`` of one latent for each token and head."""
-        values: torch.Tensor = self._values(latents)
+        values: torch.Tensor = self.value_heads(latents)
         return values
 
 
