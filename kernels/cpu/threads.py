@@ -26,10 +26,15 @@ def run(kernel_address: int, arguments: int | bytes, num_threads: int) -> None:
     If torch was built without GNU OpenMP, as on other platforms, the kernel is called once, on this thread.
     """
     parallel = _gomp_parallel()
-    if parallel is None:
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)(arguments)
+    if num_threads == 1 or parallel is None:
+        _function(kernel_address)(arguments)
     else:
         parallel(kernel_address, arguments, num_threads, 0)
+
+
+@cache
+def _function(kernel_address: int) -> Callable[[int | bytes], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel_address)
 
 
 @cache

@@ -20,8 +20,10 @@ from quire.engine.model.layers.state_layers import (
 )
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
+from quire.kernels.torch_functions import without_replacements
 
 
+@without_replacements
 def run_delta_net(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> torch.Tensor:
@@ -69,6 +71,7 @@ def _weights(layer: Any) -> LinearAttention:
     )
 
 
+@without_replacements
 def run_kimi_delta_attention(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> torch.Tensor:

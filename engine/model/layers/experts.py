@@ -30,6 +30,7 @@ from quire.kernels.cpu.products.grouped_linear import WeightGroup, group_choices
 from quire.kernels.cpu.products.linear import PackedWeight
 from quire.kernels.cpu.rows import Gate, Norm
 from quire.kernels.cpu.weighted_sums import weighted_sums
+from quire.kernels.torch_functions import without_replacements
 
 _IMPLEMENTATION = "quire"
 _TOLERANCE = 0.3
@@ -101,6 +102,7 @@ class PackedExperts:
     part: ExpertsPart
 
 
+@without_replacements
 def compute_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -120,7 +122,7 @@ def compute_experts(
     groups = group_choices(top_k_index.numpy(), part.first, len(part.segments))
     own = torch.from_numpy(groups.choices // num_choices)
     values = grouped_sums(hidden_states[own], packed.up, groups.ends).to(hidden_states.dtype)
-    values = _apply_gate(module, values) if module.has_gate else module.act_fn(values)
+    values = _activated(module, values)
     values = grouped_sums(values, packed.down, groups.ends)
     if module.has_post_expert_norm:
         values = module.post_expert_norm(values.to(hidden_states.dtype)).float()
@@ -129,13 +131,16 @@ def compute_experts(
     return part.add(partials).to(hidden_states.dtype)
 
 
-def _apply_gate(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the values ``[num_rows, width]`` times the activation of their gates."""
-    if type(module)._apply_gate is _default_apply_gate and isinstance(module.act_fn, KernelActivation):
+def _activated(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the activation of values ``[num_rows, width]``, or values times that of their gates."""
+    has_default_gate = module.has_gate and type(module)._apply_gate is _default_apply_gate
+    if has_default_gate and isinstance(module.act_fn, KernelActivation):
         gates, values = values.chunk(2, dim=1)
         return rows.norm(values, Norm.NONE, None, None, 0.0, gate=Gate(gates, module.act_fn.kind))
-    gated: torch.Tensor = module._apply_gate(values)
-    return gated
+    # This is the module's own code, whose functions may need replacements.
+    with torch._C._EnableTorchFunction():
+        activated: torch.Tensor = module._apply_gate(values) if module.has_gate else module.act_fn(values)
+    return activated
 
 
 def divide_experts(module: Any, divided: DividedExperts, collectives: Collectives) -> None:
