@@ -31,8 +31,10 @@ ANSWER_SHARE = 0.05
 """Weight of the newest answer in the moving average of their lengths."""
 MIN_MEASURED_TOKENS = 64
 """Minimum number of computed tokens for a measurement; shorter prompts measure overhead, not speed."""
+MIN_MEASURED_BYTES = 1 << 20
+"""Minimum number of copied bytes for a measurement; smaller pulls measure overhead, not bandwidth."""
 FAILED_PULL_SECONDS = 10.0
-"""Penalty added to the time of a failed pull; the peer's rate is computed as if all bytes had arrived."""
+"""Time after a failed pull in which no other pull from the peer begins."""
 IN_FLIGHT_SECONDS = 5.0
 """Longest time that the index is expected to lag behind a prompt that was sent to a worker."""
 
@@ -153,6 +155,9 @@ class PullOutcome(NamedTuple):
 
     num_bytes: int = 0
     seconds: float = 0.0
+    """Total time, with waiting for the engines of both workers."""
+    transfer_seconds: float = 0.0
+    """Part of it in which the bytes were transferred."""
     has_failed: bool = False
 
 
@@ -177,6 +182,7 @@ class Planner:
         self._answer_tokens = ANSWER_TOKENS
         self._history = PrefixHistory(self.clock)
         self._busy_until: dict[str, float] = {}
+        self._pull_again_at: dict[str, float] = {}
         self._present: set[str] = set()
         """Workers that prompts were placed among, and that have not left."""
         self.work = PromptWork()
@@ -303,6 +309,7 @@ class Planner:
         self._prefill_rates.forget(worker_id)
         self._pull_rates.forget(worker_id)
         self._busy_until.pop(worker_id, None)
+        self._pull_again_at.pop(worker_id, None)
         self._present.discard(worker_id)
 
     def _note(self, candidate: CandidateWorker, prompt: PlannedPrompt) -> None:
@@ -311,11 +318,11 @@ class Planner:
 
     def _pulled(self, peer: Peer, pull: PullOutcome) -> None:
         if pull.has_failed:
-            num_bytes, seconds = peer.num_blocks * self.blocks.bytes, pull.seconds + FAILED_PULL_SECONDS
-            self._pull_rates.add(peer.worker_id, num_bytes, seconds, is_usual=False)
-        elif pull.num_bytes:
-            seconds = max(pull.seconds - pulls.PULL_ROUND_TRIP_SECONDS, pull.seconds / 10)
-            self._pull_rates.add(peer.worker_id, pull.num_bytes, seconds)
+            self._pull_again_at[peer.worker_id] = self.clock() + FAILED_PULL_SECONDS
+        elif pull.num_bytes >= MIN_MEASURED_BYTES:
+            # The initial rate stays the average. If the pulls from all peers were slow, a lower average would
+            # forbid each further pull, and with it each measurement that could show that they are fast again.
+            self._pull_rates.add(peer.worker_id, pull.num_bytes, pull.transfer_seconds, is_usual=False)
 
     def _estimate(self, candidate: CandidateWorker, prompt: PlannedPrompt, peers: Sequence[Peer]) -> Estimate:
         return policy.estimate(candidate, prompt.num_tokens, peers, self.blocks, self.config.pulls)
@@ -334,11 +341,11 @@ class Planner:
         return sent if cached is None else max(sent, cached.get(worker_id, 0))
 
     def _peers(self, prompt: PlannedPrompt, workers: Mapping[str, CandidateWorker]) -> list[Peer]:
-        """Return the peers that have blocks of the prompt, according to the index.
+        """Return the peers that have blocks of the prompt, according to the index, and can be pulled from.
 
         Workers that are still computing the prefix cannot be pulled from, so the history is not used here.
         """
-        cached = prompt.cached_by_worker or {}
+        cached, now = prompt.cached_by_worker or {}, self.clock()
         return pulls.best_peers(
             [
                 Peer(
@@ -347,6 +354,8 @@ class Planner:
                     self._pull_rates.get(name),
                 )
                 for name, num_tokens in cached.items()
-                if name in workers and not workers[name].is_unhealthy
+                if name in workers
+                and not workers[name].is_unhealthy
+                and self._pull_again_at.get(name, now) <= now
             ]
         )

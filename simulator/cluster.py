@@ -204,7 +204,11 @@ class Simulation:
             placement,
             job.cached_tokens,
             self.now - job.called_at,
-            PullOutcome(int(job.pulled_bytes), job.pull_seconds),
+            PullOutcome(
+                int(job.pulled_bytes),
+                job.pull_seconds,
+                job.pull_seconds - self._calibration.pull_round_trip_seconds,
+            ),
         )
         if job.request.output_tokens == 1:
             self._finished(job)

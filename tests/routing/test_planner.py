@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.routing.placement import (
+    FAILED_PULL_SECONDS,
     IN_FLIGHT_SECONDS,
     PREFILL_TOKENS_PER_SECOND,
     Placement,
@@ -104,7 +105,12 @@ def test_a_removed_worker_is_forgotten_though_its_prompt_is_computed_later(clust
         cluster.planner.forget(worker_id)
     cluster.compute(placement, 10.0)
     planner = cluster.planner
-    kept = (planner._history._sent, planner._prefill_rates._measured, planner._pull_rates._measured)
+    kept = (
+        planner._history._sent,
+        planner._prefill_rates._measured,
+        planner._pull_rates._measured,
+        planner._pull_again_at,
+    )
     assert not any(kept), kept
     assert not planner._busy_until
 
@@ -151,15 +157,17 @@ def test_a_pull_is_planned_from_the_index_and_not_from_what_is_still_computed(ap
 
 
 @pytest.mark.parametrize(("failed_bytes", "seconds"), [(0, 0.001), (1 << 20, 0.5)])
-def test_a_failed_pull_lowers_the_peers_estimate(apart: Cluster, failed_bytes: int, seconds: float) -> None:
+def test_for_a_while_after_a_failed_pull_no_other_begins(
+    apart: Cluster, failed_bytes: int, seconds: float
+) -> None:
     cluster, cached = apart, {"d": LENGTH}
     placement = cluster.place(prompt(0, cached))
     assert placement.estimate.peer is not None
     before = placement.estimate.pull_seconds
-    cluster.compute(placement, 1.1, 0, PullOutcome(failed_bytes, seconds, has_failed=True))
+    cluster.compute(placement, 1.1, 0, PullOutcome(failed_bytes, seconds, seconds, has_failed=True))
     again = cluster.place(prompt(1, cached))
     assert again.estimate.peer is None
-    cluster.clock.now += 20 * HALF_LIFE_SECONDS
+    cluster.clock.now += FAILED_PULL_SECONDS
     late = cluster.place(prompt(2, cached))
     assert late.estimate.peer is not None
     assert late.estimate.pull_seconds < 2 * before
@@ -168,8 +176,20 @@ def test_a_failed_pull_lowers_the_peers_estimate(apart: Cluster, failed_bytes: i
 def test_a_slow_pull_lowers_the_peers_estimate(apart: Cluster) -> None:
     placement = apart.place(prompt(0, {"d": LENGTH}))
     assert placement.estimate.peer is not None
-    apart.compute(placement, 0.2, LENGTH - 16, PullOutcome(8 << 20, 1.0))
+    apart.compute(placement, 0.2, LENGTH - 16, PullOutcome(8 << 20, 1.0, 1.0))
     assert apart.place(prompt(1, {"d": LENGTH})).estimate.peer is None
+    apart.clock.now += 20 * HALF_LIFE_SECONDS
+    assert apart.place(prompt(2, {"d": LENGTH})).estimate.peer is not None, "the only peer is tried again"
+
+
+@pytest.mark.parametrize("pull", [PullOutcome(100 << 20, 1.0, 0.1), PullOutcome((1 << 20) - 1, 1.0, 1.0)])
+def test_a_pull_that_waited_and_a_small_one_do_not_make_a_peer_slow(
+    apart: Cluster, pull: PullOutcome
+) -> None:
+    placement = apart.place(prompt(0, {"d": LENGTH}))
+    assert placement.estimate.peer is not None
+    apart.compute(placement, 1.1, LENGTH - 16, pull)
+    assert apart.place(prompt(1, {"d": LENGTH})).estimate.peer is not None
 
 
 def test_blocks_are_not_pulled_from_an_unhealthy_peer(cluster: Cluster) -> None:

@@ -61,6 +61,8 @@ class PrefixPuller:
         pulled = _PulledBlocks(f"pull:{sequence.attempt_id}", self.engine, self.memory, block_hashes)
         failure = ""
         try:
+            await pulled.open()
+            # The limit is for the peer: without a pull, the prompt would wait for this worker's engine, too.
             async with asyncio.timeout(source.timeout_ms / 1000 or PULL_SECONDS):
                 await self._fill(pulled, sequence.attempt_id, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
@@ -82,13 +84,13 @@ class PrefixPuller:
             num_blocks=pulled.num_written,
             num_bytes=pulled.num_bytes,
             seconds=seconds,
+            transfer_seconds=pulled.transfer_seconds,
             failure=failure,
             num_held_blocks=pulled.num_held,
         )
 
     async def _fill(self, pulled: _PulledBlocks, attempt_id: str, source: worker_pb2.PullSource) -> None:
-        missing = await pulled.open()
-        if not missing:
+        if not (missing := pulled.missing):
             return
         pull = BlockPull(
             self.channels,
@@ -105,9 +107,10 @@ class PrefixPuller:
                 # Blocks were evicted that the index still names; the others are copied.
                 self.metrics.record_failure("pull", "evicted")
             if pull.num_blocks:
-                await pulled.reserve(pull.num_blocks)
+                start = perf_counter()
                 async for frames in pull.frames():
                     await asyncio.to_thread(pulled.write, frames)
+                pulled.transfer_seconds = perf_counter() - start
 
 
 class _PulledBlocks:
@@ -128,17 +131,21 @@ class _PulledBlocks:
         self._writing = threading.Lock()
         self._is_closed = False
         self.num_written = self.num_bytes = 0
+        self.transfer_seconds = 0.0
         self.transport = Transport.MESSAGES
 
-    async def open(self) -> Items[bytes]:
-        """Pin the blocks that this worker already has; return the hashes of the others."""
-        held = await self._engine.call(lambda e: e.pin(self._name, self._block_hashes))
-        self.num_held = len(held)
+    @property
+    def missing(self) -> Items[bytes]:
+        """Hashes of the blocks that this worker did not have."""
         return self._block_hashes[self.num_held :]
 
-    async def reserve(self, num_blocks: int) -> None:
-        """Reserve empty blocks for the missing ones."""
-        self._block_ids = await self._engine.call(lambda e: e.pins.reserve(self._name, num_blocks))
+    async def open(self) -> None:
+        """Pin the blocks that this worker already has, and reserve empty ones for the others."""
+        await self._engine.call(self._claim)
+
+    def _claim(self, engine: Engine) -> None:
+        self.num_held = len(engine.pin(self._name, self._block_hashes))
+        self._block_ids = engine.pins.reserve(self._name, len(self.missing))
 
     def write(self, frames: Items[Frame]) -> None:
         """Write blocks in order until ``close``, and count those whose copies are correct."""
@@ -161,7 +168,7 @@ class _PulledBlocks:
             self._engine.post(self._seal)
 
     def _seal(self, engine: Engine) -> None:
-        arrived = self._block_hashes[self.num_held :][: self.num_written]
+        arrived = self.missing[: self.num_written]
         if arrived:
             engine.pins.seal(self._name, self.num_held, arrived)
         engine.pins.unpin(self._name)

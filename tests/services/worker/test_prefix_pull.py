@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -10,10 +12,14 @@ import torch
 
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
+from quire.engine.sequences.sequence import Sequence
+from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
 from quire.kvtransfer.frame import Frame, digest
-from quire.services.worker.blocks.prefix_pull import _PulledBlocks
+from quire.protos import worker_pb2
+from quire.sampling.params import SamplingParams
+from quire.services.worker.blocks.prefix_pull import PrefixPuller, _PulledBlocks
 
 BLOCK_SIZE = 4
 
@@ -51,3 +57,18 @@ def test_after_a_pull_has_ended_a_late_block_is_not_written() -> None:
     pulled.write([Frame(0, b"hash", b"x" * memory.shape.block_bytes)])
     assert pulled.num_written == 0
     assert memory.read(1) == bytes(memory.shape.block_bytes)
+
+
+async def test_a_wait_for_this_workers_engine_does_not_end_a_pull() -> None:
+    engine = Mock()
+    engine.pin.return_value = [1]
+
+    async def call_late(function: Callable[[Any], Any]) -> Any:
+        await asyncio.sleep(0.05)
+        return function(engine)
+
+    thread, layout = Mock(call=call_late), Mock(block_size=BLOCK_SIZE)
+    puller = PrefixPuller(thread, Mock(), layout, block_hash, Mock(), Mock(), Mock())
+    sequence = Sequence("pull", list(range(BLOCK_SIZE + 1)), BLOCK_SIZE + 1, SamplingParams(), b"root")
+    summary = await puller.pull(sequence, worker_pb2.PullSource(num_blocks=1, timeout_ms=1))
+    assert (summary.num_held_blocks, summary.failure) == (1, "")
