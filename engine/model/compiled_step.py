@@ -575,7 +575,7 @@ def _check_latents(recipe: StepRecipe, layer: AttentionRecipe, heads: KvHeads) -
 def _heads(recipe: StepRecipe, heads: KvHeads, block_size: int) -> tuple[int, AttentionShape]:
     """Return the number of query heads that the program computes, and what its tiles depend on."""
     if recipe.latents:
-        num_heads = recipe.latents[0].expansion.key_heads.num_heads
+        num_heads = recipe.latents[0].key_heads.num_heads
         return num_heads, AttentionShape(
             block_size, num_heads, num_heads // attention.latent_group(num_heads)
         )

@@ -19,7 +19,7 @@ def columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int
     """Return the first column of keys and of values behind the queries, and the number of columns."""
     ends = np.cumsum([each.packed.num_units * UNIT for each in layer.projections]).tolist()
     if layer.latents is not None:
-        return ends[0], ends[0] + layer.latents.expansion.latent_dim, ends[-1]
+        return ends[0], ends[0] + layer.latents.latent_dim, ends[-1]
     if len(ends) == 3:
         return ends[0], ends[1], ends[2]
     key_column = num_heads * heads.head_dim
@@ -47,11 +47,11 @@ def fill_layer(row: Any, layer: LayerRecipe) -> None:
 
 
 def _fill_latents(row: Any, latents: LatentRecipe) -> None:
-    row["latent_dim"], row["is_interleaved"] = latents.expansion.latent_dim, latents.is_interleaved
+    row["latent_dim"], row["is_interleaved"] = latents.latent_dim, latents.is_interleaved
     if latents.query_up is not None:
         row["query_up"] = linear_record(latents.query_up)
-    row["key_heads"] = _head_record(latents.expansion.key_heads)
-    row["value_heads"] = _head_record(latents.expansion.value_heads)
+    row["key_heads"] = _head_record(latents.key_heads)
+    row["value_heads"] = _head_record(latents.value_heads)
 
 
 def _head_record(heads: HeadLinear) -> tuple[int, int, int, int, int, int]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from quire.engine.model.layers.latent_attention import LatentExpansion, latent_expansion
+from quire.engine.model.layers.latent_attention import HeadLinear, LatentExpansion, latent_expansion
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
 from quire.engine.model.layers.row_layers import KernelActivation, RowNorm
 from quire.kernels.cpu import rows
@@ -63,12 +63,20 @@ class LatentRecipe:
 
     Attributes:
         query_up: the layer that expands queries; None if there is none.
+        key_heads: multiplies a query by the weight of its head's keys.
+        value_heads: computes each head's value from a latent.
         is_interleaved: whether neighbors are rotated, and not both halves of a key.
     """
 
     query_up: PackedLinear | None
-    expansion: LatentExpansion
+    key_heads: HeadLinear
+    value_heads: HeadLinear
     is_interleaved: bool
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of elements of a latent."""
+        return self.key_heads.out_features
 
 
 @dataclass(frozen=True)
@@ -286,7 +294,9 @@ class _Reader:
             return self._module(attention)
         names = [query[0], "kv_a_proj_with_mqa", *({"g_proj"} & parts)]
         expansion = self._take(attention.kv_b_proj, LatentExpansion)
-        weights = attention.o_proj.packed, expansion.key_heads.packed, expansion.value_heads.packed
+        key_heads = self._take(expansion.key_heads, HeadLinear)
+        value_heads = self._take(expansion.value_heads, HeadLinear)
+        weights = attention.o_proj.packed, key_heads.packed, value_heads.packed
         rotations = {each for each in type(attention).forward.__code__.co_names if "apply_rotary" in each}
         if rotations - _ROTATIONS or any(form_of_inputs(each.stored) != FLOATS for each in weights):
             return self._module(attention)
@@ -302,7 +312,8 @@ class _Reader:
             output=self._take(attention.o_proj, PackedLinear),
             latents=LatentRecipe(
                 up,
-                expansion,
+                key_heads,
+                value_heads,
                 _INTERLEAVED in rotations and getattr(attention.config, "rope_interleave", True),
             ),
         )
