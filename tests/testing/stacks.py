@@ -75,6 +75,7 @@ async def kill_busy_worker(
             pid = stack.workers[name].process.pid
             assert pid is not None
             os.kill(pid, how)
+            return  # the other worker may have taken the request by now
 
 
 def metric(stack: RunningStack, process: str, name: str, **labels: str) -> float:
