@@ -564,7 +564,12 @@ def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
 
 
 def _check_latents(recipe: StepRecipe, layer: AttentionRecipe, heads: KvHeads) -> None:
-    if columns(layer, 0, heads) != columns(recipe.attentions[0], 0, heads):
+    sizes = [
+        (each.latents.key_heads.num_heads, each.latents.key_heads.packed.in_features, columns(each, 0, heads))
+        for each in (layer, recipe.attentions[0])
+        if each.latents is not None
+    ]
+    if len(set(sizes)) != 1:
         raise NoRecipeError("its queries or latents differ in size")
     if layer.rotation is not None:
         cosines, _ = recipe.rotations[layer.rotation](torch.zeros(1, dtype=torch.long))

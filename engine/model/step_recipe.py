@@ -10,6 +10,7 @@ logits before it is used (see ``compiled_step``).
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -260,6 +261,9 @@ class _Reader:
         )
 
     def _llama_attention(self, attention: Any, rotation: int | None) -> AttentionRecipe | torch.nn.Module:
+        if any(each.argval == "position_ids" for each in dis.get_instructions(type(attention).forward)):
+            # Its queries may grow with the position, as in Ministral 3, beyond those of the check at load.
+            return self._module(attention)
         if latent_expansion(attention) is not None:
             return self._latent_attention(attention, rotation)
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
@@ -298,7 +302,8 @@ class _Reader:
         value_heads = self._take(expansion.value_heads, HeadLinear)
         weights = attention.o_proj.packed, key_heads.packed, value_heads.packed
         rotations = {each for each in type(attention).forward.__code__.co_names if "apply_rotary" in each}
-        if rotations - _ROTATIONS or any(form_of_inputs(each.stored) != FLOATS for each in weights):
+        is_known = rotations <= _ROTATIONS and all(form_of_inputs(each.stored) == FLOATS for each in weights)
+        if not is_known or (len(names) == 3 and attention.g_proj.out_features != key_heads.num_heads):
             return self._module(attention)
         up = self._take(attention.q_b_proj, PackedLinear) if len(query) > 1 else None
         return AttentionRecipe(

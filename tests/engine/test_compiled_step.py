@@ -48,6 +48,14 @@ def test_little_is_left_to_modules(tiny_model: Callable[[str], Path]) -> None:
     assert len(recipe.mlps) == len(recipe.layers)
 
 
+def test_attention_that_reads_positions_is_left_to_its_module(tiny_model: Callable[[str], Path]) -> None:
+    """Its queries grow from position 16,384 on, and the check of the program ends before."""
+    recipe = load_model(str(tiny_model("ministral3")), "float32", CPU).recipe
+    assert recipe is not None
+    assert not recipe.attentions
+    assert len(recipe.mlps) == len(recipe.layers)
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_blocks_of_8_bits_get_the_same_bits(tiny_model: Callable[[str], Path], kv_cache_dtype: str) -> None:
     for architecture in ("llama", "gemma3", "glm4_moe_lite"):

@@ -228,6 +228,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig",
         {**_LATENT, "qk_nope_head_dim": 48, "v_head_dim": 64, "mlp_layer_types": ["dense"] * 3},
     ),
+    "ministral3": ("Ministral3Config", _GROUPED),
     "minicpm3": (
         "MiniCPM3Config",
         {**_LATENT, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
