@@ -126,7 +126,8 @@ class LLM:
         Raises:
             ValueError: the name is empty.
             UnsupportedAdapterError: the adapter cannot be served, or not with this model.
-            OSError: there is no such adapter, or a file of it is missing or damaged.
+            OSError: there is no such adapter, a file of it is missing or damaged, or a rank cannot place it.
+            RanksError: a rank has failed.
         """
         self._adapters |= load_adapters({name: path}, self._load_adapter)
 

@@ -57,8 +57,8 @@ def _end_with_rank_0(life: int) -> None:
 def _serve(settings: RankSettings, model: LoadedModel, collectives: Collectives) -> None:
     """Execute the messages of rank 0 until the socket closes."""
     runner: ModelRunner | None = None
-    adapters = RankAdapters(model)
     control = socket.socket(fileno=settings.control)
+    adapters = RankAdapters(model, control)
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, HEADER_BYTES, 1)
         if not data:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from quire.engine.model.step_tensors import RowAdapters
 from quire.engine.weights.adapters import Adapter, AdapterWeights, place_adapter
 from quire.engine.weights.loader import LoadedModel
+
+PLACED, NOT_PLACED = b"1", b"0"
 
 
 def weights_file(weights: AdapterWeights) -> int:
@@ -30,10 +33,12 @@ class RankAdapters:
 
     Args:
         model: this rank's part of the model.
+        control: the socket to rank 0, which gets ``PLACED`` or ``NOT_PLACED`` for each adapter.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, control: socket.socket) -> None:
         self._model = model
+        self._control = control
         self._placing = ThreadPoolExecutor(1)
         self._adapters: dict[int, Future[Adapter]] = {}
 
@@ -44,7 +49,8 @@ class RankAdapters:
             address: the adapter's address in rank 0.
             descriptor: the file's descriptor, which is closed afterwards.
         """
-        self._adapters[address] = self._placing.submit(self._load, descriptor)
+        self._adapters[address] = placed = self._placing.submit(self._load, descriptor)
+        placed.add_done_callback(lambda each: self._control.send(NOT_PLACED if each.exception() else PLACED))
 
     def _load(self, descriptor: int) -> Adapter:
         try:

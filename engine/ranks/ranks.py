@@ -18,7 +18,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.kv_cache import shared_memory
 from quire.engine.model.collectives import Collectives, RanksError, SharedMemory
 from quire.engine.ranks.messages import Header, Kind
-from quire.engine.ranks.rank_adapters import weights_file
+from quire.engine.ranks.rank_adapters import PLACED, weights_file
 from quire.engine.ranks.rank_failure import RankFailure
 from quire.engine.ranks.settings import RankSettings, check_device, shared_sizes
 from quire.engine.weights.adapters import Adapter, load_adapter, place_adapter, read_adapter
@@ -112,7 +112,7 @@ class Ranks:
         return memory
 
     def load_adapter(self, path: str, model: LoadedModel) -> Adapter:
-        """Load an adapter on all ranks; see ``read_adapter``.
+        """Load an adapter on all ranks; see ``read_adapter``. One thread at a time may call this.
 
         The other ranks forget it when rank 0's own is freed.
 
@@ -120,6 +120,7 @@ class Ranks:
             model: rank 0's part of the model.
 
         Raises:
+            OSError: a rank cannot place it, for example because it has no memory.
             RanksError: a rank has failed.
         """
         weights = read_adapter(path, model)
@@ -130,6 +131,9 @@ class Ranks:
         finally:
             os.close(descriptor)
         finalize(adapter, self._drop_adapter, adapter.address).atexit = False
+        answers = [self._receive(control) for control in self._controls]
+        if any(each != PLACED for each in answers):
+            raise OSError("another rank cannot place it")
         return adapter
 
     def _drop_adapter(self, address: int) -> None:
@@ -152,6 +156,16 @@ class Ranks:
             except OSError:
                 self._failure.end_ranks("a rank has closed its socket")
                 self.collectives.check()
+
+    def _receive(self, control: socket.socket) -> bytes:
+        """Return a rank's answer; raise RanksError if it has ended."""
+        answer = b""
+        with suppress(ConnectionError):
+            answer = control.recv(1)
+        if not answer:
+            self._failure.end_ranks("a rank has closed its socket")
+            self.collectives.check()
+        return answer
 
     def expect_steps(self) -> None:
         """Start to enforce the time limit of a step. Call this after the first step."""

@@ -156,6 +156,32 @@ def test_ranks_load_and_drop_adapters_between_steps(
 
 
 @pytest.mark.usefixtures("forked_ranks")
+def test_an_adapter_that_a_rank_cannot_place_is_refused(
+    model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(make_adapter(tmp_path / "adapter", model("llama"), size=0.3))
+    with start(model("llama"), 2) as llm:
+        expected = answers(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks_module, "weights_file", lambda _: os.memfd_create("empty"))
+            with pytest.raises(OSError, match="another rank cannot place it"):
+                llm.add_adapter("bad", path)
+        llm.add_adapter("good", path)
+        assert answers(llm, "good") != expected == answers(llm)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_rank_that_ends_while_an_adapter_is_loaded_ends_all(
+    model: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = str(make_adapter(tmp_path / "adapter", model("llama")))
+    with start(model("llama"), 2) as llm:
+        os.kill(process_ids(llm)[0], signal.SIGKILL)
+        with pytest.raises(RanksError, match="rank"):
+            llm.add_adapter("late", path)
+
+
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_adapter_with_more_inputs_than_ranks_gather_is_refused(
     model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ class Adapters:
         Raises:
             InvalidArgument: the name is not allowed.
             FailedPrecondition: the adapter cannot be loaded; the message says why.
+            ChildProcessError: another process that the model is divided among has failed.
         """
         if not _NAME.fullmatch(name) or name == self._model_name:
             raise InvalidArgument(
@@ -59,6 +60,8 @@ class Adapters:
         async with self._loading:
             try:
                 adapter = await asyncio.to_thread(self._load, path)
+            except ChildProcessError:
+                raise  # not the adapter's fault: the worker is about to end
             except (UnsupportedAdapterError, OSError) as error:
                 problem = f"cannot load the adapter {name} from {path}: {error}"
                 raise FailedPrecondition(problem, reason="BAD_ADAPTER") from error
