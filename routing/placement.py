@@ -20,7 +20,7 @@ from quire.settings.setting import Panel, check_settings, setting
 PREFILL_TOKENS_PER_SECOND = 10_000.0
 """Assumed prefill rate of a worker until the first prompt has been measured."""
 PULL_BYTES_PER_SECOND = 1e9
-"""Assumed bandwidth of a pull until the first pull has been measured."""
+"""Assumed bandwidth of a pull from a peer until one has been measured, and again some minutes later."""
 HANDOFF_SECONDS = 0.005
 """Assumed time until a decode worker promises a place, used until the first promise has been measured."""
 HANDOFF_SHARE = 0.1
@@ -319,7 +319,7 @@ class Planner:
     def _pulled(self, peer: Peer, pull: PullOutcome) -> None:
         if pull.has_failed:
             self._pull_again_at[peer.worker_id] = self.clock() + FAILED_PULL_SECONDS
-        elif pull.num_bytes >= MIN_MEASURED_BYTES:
+        elif pull.num_bytes >= MIN_MEASURED_BYTES and pull.transfer_seconds > 0:
             # The initial rate stays the average. If the pulls from all peers were slow, a lower average would
             # forbid each further pull, and with it each measurement that could show that they are fast again.
             self._pull_rates.add(peer.worker_id, pull.num_bytes, pull.transfer_seconds, is_usual=False)

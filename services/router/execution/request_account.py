@@ -101,9 +101,9 @@ class RequestAccount:
         pulled, now = message.pulled, self.clock()
         if placement.estimate.peer is not None:
             self._metrics.pulls.labels(pulled.failure or "ok").inc()
-        outcome = PullOutcome(
-            pulled.num_bytes, pulled.seconds, pulled.transfer_seconds, has_failed=bool(pulled.failure)
-        )
+        # Without free blocks a worker cannot pull from any peer.
+        has_failed = pulled.failure not in ("", "no_blocks")
+        outcome = PullOutcome(pulled.num_bytes, pulled.seconds, pulled.transfer_seconds, has_failed)
         self._planner.record_prefill(placement, message.num_cached_tokens, now - start, outcome)
         taken = now - placement.sent_at
         tokens, seconds = self._metrics.expected_tokens, self._metrics.expected_seconds
