@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.routing.placement import Placement, PlannedPrompt, Planner, PolicyConfig
+from quire.routing.placement import Placement, PlannedPrompt, Planner, PolicyConfig, PullOutcome
 from quire.routing.policy import CandidateWorker
 from quire.routing.pulls import Blocks
 from quire.sampling.params import SamplingParams
@@ -124,6 +124,20 @@ def test_blocks_that_were_pulled_were_not_there_before(
     message = worker_pb2.DecodeResponse(accepted=accepted)
     setup.account.record_local_prefill(group(), setup.place(), message, BLOCK_SIZE, setup.now)
     assert setup.account.usage.blocks_reused_on_decode == num_reused
+
+
+@pytest.mark.parametrize(("failure", "has_failed"), [("", False), ("timeout", True), ("no_blocks", False)])
+def test_a_worker_without_free_blocks_does_not_count_as_a_failed_peer(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, failure: str, has_failed: bool
+) -> None:
+    outcomes: list[PullOutcome] = []
+    monkeypatch.setattr(
+        setup.account._planner, "record_prefill", lambda *arguments: outcomes.append(arguments[-1])
+    )
+    message = prefilled(0)
+    message.pulled.failure = failure
+    setup.account.record_computed(group(), setup.place(), message, start=setup.now)
+    assert [each.has_failed for each in outcomes] == [has_failed]
 
 
 def test_expected_and_measured_times_are_of_the_same_request(setup: Setup) -> None:
