@@ -51,7 +51,7 @@ Wrong computations have errors of about 1.
 
 _NEEDS_LATENTS = (
     "its latent attention has keys and values of different sizes, so blocks must keep its latents: "
-    "this needs the CPU, and a kv_b_proj without bias"
+    "this needs a kv_b_proj without bias"
 )
 
 

@@ -115,7 +115,7 @@ def test_keys_and_values_of_different_sizes_are_refused_without_latents(
     module = AutoModelForCausalLM.from_pretrained(
         tiny_model("deepseek_v2"), attn_implementation=attention.IMPLEMENTATION
     )
-    with pytest.raises(UnsupportedModelError, match="latents: this needs the CPU"):
+    with pytest.raises(UnsupportedModelError, match="latents: this needs a kv_b_proj without bias"):
         observe_attention(module, module.config, 512)
 
 
