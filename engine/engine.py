@@ -223,10 +223,12 @@ class Engine:
 
     # --- the prefix cache ---------------------------------------------------------------------------------
 
-    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> None:
-        """Read a chain's blocks that are on disk into host memory; call ``on_done`` when they are there."""
-        if self.tiers is None or self.tiers.prefetch(block_hashes, on_done).is_done:
-            on_done()
+    def prefetch(self, block_hashes: Items[bytes], on_done: Callable[[], None]) -> bool:
+        """Read a chain's blocks that are on disk into host memory; return whether none has to be read.
+
+        If some have to be, ``on_done`` is called when they are there.
+        """
+        return self.tiers is None or self.tiers.prefetch(block_hashes, on_done).is_done
 
     def apply_disk_results(self) -> None:
         """Apply the disk reads and writes that have ended since the last call."""

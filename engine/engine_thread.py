@@ -12,6 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -169,6 +170,23 @@ class EngineThread:
             EngineStoppedError: the thread has ended, or ends before the command calls back.
         """
         return await asyncio.wrap_future(self._post(command))
+
+    async def call_when_read(
+        self, block_hashes: Callable[[Engine], Items[bytes]], command: Callable[[Engine], T]
+    ) -> T:
+        """Run a command as ``call`` does, once a chain's blocks on disk are in host memory or do not fit.
+
+        Raises:
+            EngineStoppedError: the thread has ended.
+        """
+
+        def read(engine: Engine, resolve: Callable[[tuple[T] | None], None]) -> None:
+            # If nothing has to be read, the command need not wait for another step.
+            if engine.prefetch(block_hashes(engine), lambda: resolve(None)):
+                resolve((command(engine),))
+
+        result = await self.call_back(read)
+        return await self.call(command) if result is None else result[0]
 
     def post(self, command: Callable[[Engine], T]) -> Future[T]:
         """Queue a command without waiting for it; see ``call``."""

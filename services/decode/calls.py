@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from time import perf_counter
 from typing import Any
 
-from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from quire.protos import kvtransfer_pb2, worker_pb2
 from quire.services.decode.tickets import Promise, Tickets
@@ -50,8 +49,11 @@ class DecodeCalls:
                 # The engine accepts only between two steps. Meanwhile the prefill worker computes.
                 yield worker_pb2.DecodeResponse(accepted=worker_pb2.Accepted(ticket=self._ticket(promise)))
                 # Blocks on this worker's disk need not be pushed by the prefill worker.
-                await self._prefetch(sequence)
-                promise.accept(await parts.engine.call(lambda e: e.transfers.accept(sequence)))
+                first_block = await parts.engine.call_when_read(
+                    lambda engine: engine.tables.prefix_hashes(sequence),
+                    lambda engine: engine.transfers.accept(sequence),
+                )
+                promise.accept(first_block)
                 await updates.begun()
                 _account_begin(sequence, phases)
                 await stream.add(channel, sequence.params.num_sequences, updates).ended()
@@ -64,14 +66,6 @@ class DecodeCalls:
             address=self._parts.address(),
             receiver_epoch=self._tickets.epoch,
         )
-
-    async def _prefetch(self, sequence: Sequence) -> None:
-        """Wait until the prompt's blocks on disk are in host memory, as far as there is room."""
-
-        def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
-            engine.prefetch(engine.tables.prefix_hashes(sequence), lambda: done(None))
-
-        await self._parts.engine.call_back(prefetch)
 
 
 def _account_begin(sequence: Sequence, phases: RequestPhases) -> None:

@@ -113,12 +113,7 @@ async def test_a_disk_read_wakes_an_engine_that_rests(tmp_path: Path) -> None:
     engine = make_constant_engine(4, 64, host_cache=host, disk_cache=disk)
     thread = EngineThread(engine)
     thread.start()
-
-    def prefetch(engine: Engine, done: Callable[[bool], None]) -> None:
-        engine.prefetch([block], lambda: done(True))
-
-    assert await asyncio.wait_for(thread.call_back(prefetch), SECONDS)
-    assert await thread.call(lambda e: block in host)
+    assert await asyncio.wait_for(thread.call_when_read(lambda e: [block], lambda e: block in host), SECONDS)
     await thread.stop()
     disk.close()
 

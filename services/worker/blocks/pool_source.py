@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
@@ -24,13 +23,10 @@ class PoolSource:
 
     async def pin(self, lease_id: str, block_hashes: Sequence[bytes]) -> Sequence[int]:
         """Pin the leading blocks that are present; see ``BlockSource``."""
-
-        def prefetch(engine: Engine, done: Callable[[None], None]) -> None:
-            engine.prefetch(block_hashes, lambda: done(None))
-
         try:
-            await self._engine.call_back(prefetch)
-            return await self._engine.call(lambda e: e.pin(lease_id, block_hashes))
+            return await self._engine.call_when_read(
+                lambda engine: block_hashes, lambda engine: engine.pin(lease_id, block_hashes)
+            )
         except EngineStoppedError as error:
             raise TransferError(str(error)) from error
 

@@ -30,7 +30,7 @@ class BusyEngine:
         self.is_subscribed, self.check = Mock(return_value=False), Mock()
         self.has_commands = asyncio.Event()
 
-    async def call_back(self, command: object) -> None:
+    async def call_when_read(self, block_hashes: object, command: object) -> None:
         self.has_commands.set()
         await asyncio.Event().wait()
 

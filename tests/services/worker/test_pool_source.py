@@ -27,9 +27,8 @@ class Engine:
         self.events: list[Any] = []
         self.pins = SimpleNamespace(unpin=lambda name: self.events.append(("unpin", name)))
 
-    def prefetch(self, block_hashes: Sequence[bytes], on_done: Callable[[], None]) -> None:
+    def prefetch(self, block_hashes: Sequence[bytes]) -> None:
         self.events.append("prefetch")
-        on_done()
 
     def pin(self, name: str, block_hashes: Sequence[bytes]) -> list[int]:
         self.events.append(("pin", name, len(block_hashes)))
@@ -46,10 +45,10 @@ class Thread:
     async def call(self, command: Callable[[Any], Any]) -> Any:
         return self.post(command).result()
 
-    async def call_back(self, command: Callable[[Any, Callable[[Any], None]], object]) -> Any:
-        found: list[Any] = []
-        self.post(lambda engine: command(engine, found.append))
-        return found[0]
+    async def call_when_read(
+        self, block_hashes: Callable[[Any], Sequence[bytes]], command: Callable[[Any], Any]
+    ) -> Any:
+        return self.post(lambda engine: (engine.prefetch(block_hashes(engine)), command(engine))[1]).result()
 
     def post(self, command: Callable[[Any], Any]) -> Future[Any]:
         if self.is_stopped:
