@@ -263,7 +263,7 @@ class EngineThread:
                     can_step = True
                     continue
                 self._watch.begin()
-                with self._engine.rests.used_by(self._engine.queues.clients):
+                with self._engine.rests.step():
                     updates = self._step()
                 self._watch.end_step()
                 # If nothing can be scheduled, only a command can change that: blocks arrive, a request ends.
@@ -290,7 +290,7 @@ class EngineThread:
 
     def _rest_for(self, clients: Collection[str]) -> None:
         """Leave the processors for a moment to the workers that compute the prompts of some clients."""
-        with self._wake, self._engine.rests.used_by(clients):
+        with self._wake, self._engine.rests.rest_for(clients):
             if not (self._commands or self._is_stopping):
                 self._rest(REST_SECONDS)
 

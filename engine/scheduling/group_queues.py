@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 from quire.engine.kv_cache.block_pool import BlockPool
@@ -83,9 +83,9 @@ class GroupQueues:
         return self._pool.num_allocatable - (self._num_watermark_blocks if self.running else 0)
 
     @property
-    def clients(self) -> Collection[str]:
-        """The clients whose groups run or wait."""
-        return self._num_by_client.keys()
+    def clients(self) -> Mapping[str, int]:
+        """How many groups of each client run or wait."""
+        return self._num_by_client
 
     def add_waiting(self, group: SequenceGroup) -> None:
         """Queue a new group, or one whose blocks were computed elsewhere and are in its table.

@@ -5,8 +5,9 @@ Workers of one machine lend each other their processors while they have nothing 
 another client would get half of the processors. The worker rests while such a prompt is on its way, if
 
 * all clients that run here have more requests here than the prompt's client, and
-* they have used at least as much time of the worker. A rest counts as time that the prompt's client used, and
-  this client may lag behind by a limited credit (``fairness/shares.py``).
+* they have used at least as much time of the worker. A step's time counts in proportion to the clients'
+  requests, and a rest as time that the prompt's client used, which may lag behind by a limited credit
+  (``fairness/shares.py``).
 
 So a client with many prompts, one after another, slows the answers of others to half their pace at most.
 """
@@ -65,9 +66,22 @@ class Rests:
         return [client for client in coming if here[client] < fewest and self._used.level(client) <= least]
 
     @contextmanager
-    def used_by(self, clients: Collection[str]) -> Iterator[None]:
+    def rest_for(self, clients: Collection[str]) -> Iterator[None]:
         """Count the time until the context ends as used by each of some clients."""
-        clients, begin = tuple(clients), self._clock()
+        begin = self._clock()
         yield
-        for client in clients:
-            self._used.serve(client, round(1e6 * (self._clock() - begin)))
+        self._serve(dict.fromkeys(clients, 1.0), begin)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count the time until the context ends as used by all clients, in proportion to their requests."""
+        total = sum(self._queues.clients.values())
+        parts = {client: count / total for client, count in self._queues.clients.items()}
+        begin = self._clock()
+        yield
+        self._serve(parts, begin)
+
+    def _serve(self, parts: Mapping[str, float], begin: float) -> None:
+        microseconds = 1e6 * (self._clock() - begin)
+        for client, part in parts.items():
+            self._used.serve(client, round(part * microseconds))

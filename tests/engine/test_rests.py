@@ -60,10 +60,25 @@ def test_rests_take_half_of_the_time_at_most() -> None:
     seconds = {"rest": 0.0, "step": 0.0}
     for _ in range(1000):
         clients = rests.clients()
-        with rests.used_by(clients or ["large"]):
+        with rests.rest_for(clients) if clients else rests.step():
             now[0] += 0.01
         seconds["rest" if clients else "step"] += 0.01
     assert abs(seconds["rest"] - seconds["step"]) <= CREDIT_SECONDS
+
+
+def test_a_step_counts_in_proportion_to_the_requests() -> None:
+    engine, now = engine_with("large", "large", "large", "small"), [0.0]
+    rests = Rests(engine.queues, engine.groups, lambda: now[0])
+    with rests.step():
+        now[0] += 0.8
+    engine.abort("small-3")
+    engine.transfers.accept(prompt("coming", "small"))
+    # The step has counted as 0.6 s of the large client and 0.2 s of the small one.
+    for seconds in (0.3, 0.3):
+        assert list(rests.clients()) == ["small"]
+        with rests.rest_for(["small"]):
+            now[0] += seconds
+    assert not rests.clients()
 
 
 async def test_answers_go_on_beside_a_prompt_that_never_comes() -> None:
