@@ -22,7 +22,6 @@ from quire.kernels.cpu.blocks import quantize_vector
 from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
-    arrive,
     call,
     call_for_int,
     encode,
@@ -30,7 +29,6 @@ from quire.kernels.cpu.intrinsics import (
     fetch_and_increment,
     keep_apart,
     pointer,
-    read_shared,
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
@@ -49,36 +47,13 @@ from quire.kernels.cpu.products.packed_product import (
     read_weight,
     row_bytes,
 )
-from quire.kernels.cpu.rows import Activation, activate, narrow, normalize
+from quire.kernels.cpu.rows import Activation, activate, narrow
+from quire.kernels.cpu.step_latents import absorb, expand
+from quire.kernels.cpu.step_parts import compute_unit, narrow_rows, normalize_row, rotate, wait
 from quire.kernels.cpu.step_records import COUNTERS_PER_LAYER, LAYER, STEP
-
-_SPINS = 10_000
-"""How often a waiting thread checks the barrier before it offers its core to other threads.
-
-If another process is busy, an offered core is lost for some milliseconds, a time slice of the scheduler. Next
-to such a process, a step of one stream took 17 ms with 1,000, 8 ms with 10,000 and 5 ms with 100,000. But
-with 100,000 it took 4.6 ms instead of 2 ms when both threads shared one core.
-"""
 
 _NUM_LINEARS, _OUTPUT, _GATE, _DOWN = len(LINEARS), *map(LINEARS.index, ("output", "gate", "down"))
 _NOT_ADAPTED, _SIGMOID = -1, int(Activation.SIGMOID)
-
-
-@exact
-def _wait(args: Any, num_threads: int, phase: int) -> int:
-    """Wait until all threads have ended a phase; return the next phase."""
-    arrive(args.arrivals)
-    target, spins = num_threads * (phase + 1), 0
-    while read_shared(args.arrivals) < target:
-        spins += 1
-        if spins > _SPINS:
-            call_for_int(args.yield_core)
-    return phase + 1
-
-
-@exact
-def _normalize(norm: Any, inputs: int, outputs: int, length: int, storage: Any) -> None:
-    normalize(norm.kind, inputs, norm.weight, norm.bias, norm.epsilon, outputs, length, storage)
 
 
 @exact
@@ -135,7 +110,7 @@ def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any, st
     size = args.hidden_size
     for row in range(first, end):
         at = 4 * row * size
-        _normalize(norm, args.hidden + at, args.normed + at, size, storage)
+        normalize_row(norm, args.hidden + at, args.normed + at, size, storage)
     _encode_rows(args, args.normed, size, first, end, stored)
 
 
@@ -149,7 +124,7 @@ def _add_update(
     for row in range(first, end):
         update_at = args.update + 4 * row * stride
         if after_norm.kind != 0:
-            _normalize(after_norm, update_at, update_at, size, storage)
+            normalize_row(after_norm, update_at, update_at, size, storage)
         x = carray(pointer(args.hidden + 4 * row * size, np.float32), (size,))
         update = carray(pointer(update_at, np.float32), (size,))
         if args.residual_scale != 1.0:
@@ -159,42 +134,6 @@ def _add_update(
             x[i] = narrow(x[i] + update[i], storage)
     if next_norm.kind != 0:
         _normalize_rows(next_norm, args, first, end, storage, stored)
-
-
-@exact
-def _multiply(
-    linear: Any,
-    unit: int,
-    inputs: int,
-    input_stride: int,
-    output: int,
-    output_stride: int,
-    num_rows: int,
-    storage: Any,
-    item_bytes: int,
-) -> None:
-    """Compute one unit of columns of a linear layer, rounded to the model's dtype."""
-    keep_apart()
-    unit_call = UnitCall(
-        inputs,
-        input_stride,
-        linear.weight,
-        linear.in_features,
-        unit,
-        0,
-        linear.in_features,
-        output,
-        output_stride,
-        num_rows,
-        linear.num_segments,
-        linear.bias,
-    )
-    call(linear.multiply, unit_call)
-    if item_bytes < 4:
-        outputs = carray(pointer(output, np.float32), (num_rows, output_stride))
-        for row in range(num_rows):
-            for column in range(UNIT):
-                outputs[row, column] = narrow(outputs[row, column], storage)
 
 
 @exact
@@ -231,7 +170,7 @@ def _run_linear(
                 linear, own_unit, slot = three, own_unit - two.num_units, 2
         outputs = output + 4 * (first * output_stride + unit * UNIT)
         count = min(ROWS, num_rows - first)
-        _multiply(
+        compute_unit(
             linear,
             own_unit,
             inputs + first * input_stride,
@@ -285,11 +224,11 @@ def _add_linear(
             storage,
             item_bytes,
         )
-        return _wait(args, num_threads, phase), round_number
+        return wait(args, num_threads, phase), round_number
     exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
     round_number += 1
     _sum_pieces(args, exchange, linear, borders_at, counter, inputs, input_stride, round_number)
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     if thread == 0:
         come(exchange)
     meet(exchange, round_number)
@@ -384,7 +323,7 @@ def _run_gate(
         num_rows = min(ROWS, args.num_tokens - first)
         inputs = _operands(args, args.normed, stored) + first * input_stride
         gates_at = np.int64(gates.ctypes.data)
-        _multiply(layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes)
+        compute_unit(layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes)
         adapted, rows = args.adapted, (first, num_rows)
         if adapted.num_rows != 0:
             add_updates(adapted, first_linear, 0, rows, unit, gates_at, UNIT, storage)
@@ -392,7 +331,7 @@ def _run_gate(
         output = args.mlp + 4 * (first * stride + unit * UNIT)
         outputs = carray(pointer(output, np.float32), (num_rows, stride))
         if layer.up.num_units:
-            _multiply(layer.up, unit, inputs, input_stride, output, stride, num_rows, storage, item_bytes)
+            compute_unit(layer.up, unit, inputs, input_stride, output, stride, num_rows, storage, item_bytes)
             if adapted.num_rows != 0:
                 add_updates(adapted, first_linear + 1, 1, rows, unit, output, stride, storage)
             for row in range(num_rows):
@@ -402,34 +341,6 @@ def _run_gate(
             for row in range(num_rows):
                 for column in range(UNIT):
                     outputs[row, column] = gates[row, column]
-
-
-@exact
-def _rotate(
-    args: Any, layer: Any, inputs: int, outputs: int, length: int, position: int, norm: Any, storage: Any
-) -> None:
-    """Normalize a query or key if the layer does so, and rotate it by its position."""
-    keep_apart()
-    if norm.kind != 0:
-        _normalize(norm, inputs, outputs, length, storage)
-        inputs = outputs
-    x = carray(pointer(inputs, np.float32), (length,))
-    y = carray(pointer(outputs, np.float32), (length,))
-    rotary_dim = args.rotary_dim if layer.cosines else 0
-    half = rotary_dim // 2
-    at = 4 * position * rotary_dim
-    cosines = carray(pointer(layer.cosines + at, np.float32), (rotary_dim,))
-    sines = carray(pointer(layer.sines + at, np.float32), (rotary_dim,))
-    for i in range(half):
-        low, high = x[i], x[half + i]
-        if layer.is_interleaved:
-            low, high = x[2 * i], x[2 * i + 1]
-        y[i] = narrow(narrow(low * cosines[i], storage) + narrow(-high * sines[i], storage), storage)
-        y[half + i] = narrow(
-            narrow(high * cosines[half + i], storage) + narrow(low * sines[half + i], storage), storage
-        )
-    for i in range(rotary_dim, length):
-        y[i] = x[i]
 
 
 @exact
@@ -448,10 +359,10 @@ def _place_tokens(args: Any, layer: Any, first: int, end: int, storage: Any, ite
                 query = carray(pointer(query_at, np.float32), (dim,))
                 for d in range(dim):
                     query[d] = narrow(query[d] * np.float32(layer.query_scale), storage)
-            _rotate(args, layer, query_at, output, dim, positions[token], layer.query_norm, storage)
+            rotate(args, layer, query_at, output, dim, positions[token], layer.query_norm, storage)
         for head in range(args.num_kv_heads):
             at = row + 4 * (args.key_column + head * dim)
-            _rotate(args, layer, at, at, dim, positions[token], layer.key_norm, storage)
+            rotate(args, layer, at, at, dim, positions[token], layer.key_norm, storage)
         if args.kv_format != 0 or slots[token] < 0:
             continue
         block, offset = slots[token] // args.block_size, slots[token] % args.block_size
@@ -507,13 +418,6 @@ def _quantize_tokens(args: Any, layer: Any, thread: int, num_threads: int) -> No
 
 
 @exact
-def _narrow_rows(values: int, length: int, first: int, end: int, storage: Any) -> None:
-    x = carray(pointer(values, np.float32), (end * length,))
-    for i in range(first * length, end * length):
-        x[i] = narrow(x[i], storage)
-
-
-@exact
 def _compute_logits(
     args: Any, thread: int, num_threads: int, phase: int, storage: Any, item_bytes: int, stored: Any
 ) -> None:
@@ -523,11 +427,11 @@ def _compute_logits(
     for row in range(thread, args.num_tokens, num_threads):
         row_at, output_at = args.hidden + 4 * row * size, args.normed + 4 * row * size
         if args.final_norm.kind != 0:
-            _normalize(args.final_norm, row_at, output_at, size, storage)
+            normalize_row(args.final_norm, row_at, output_at, size, storage)
         else:
             _copy(row_at, output_at, size)
         _encode_rows(args, args.normed, size, row, row + 1, stored)
-    _wait(args, num_threads, phase)
+    wait(args, num_threads, phase)
     _run_linear(
         args.head,
         args.no_linear,
@@ -583,153 +487,21 @@ def _attend(
     first = args.num_tokens * thread // num_threads
     end = args.num_tokens * (thread + 1) // num_threads
     if layer.latent_dim:
-        phase = _absorb(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
+        phase = absorb(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
     else:
         _place_tokens(args, layer, first, end, storage, item_bytes)
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     if args.kv_format != 0:
         _quantize_tokens(args, layer, thread, num_threads)
-        phase = _wait(args, num_threads, phase)
+        phase = wait(args, num_threads, phase)
     call(args.attend, (layer.attention,))
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     if layer.latent_dim:
-        phase = _expand(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
+        phase = expand(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
     elif layer.query_stride > args.head_dim:
         _gate_rows(args, layer, first, end, storage)
-        phase = _wait(args, num_threads, phase)
+        phase = wait(args, num_threads, phase)
     return phase
-
-
-@exact
-def _absorb(
-    args: Any, layer: Any, counters: int, thread: int, num_threads: int, phase: int, storage: Any, size: int
-) -> int:
-    """Write latents, and compute the queries that attend to them; return the next phase."""
-    keep_apart()
-    first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
-    queries, stride = args.qkv, args.qkv_stride
-    num_rotated = args.head_dim - layer.latent_dim
-    query_dim = layer.key_heads.in_features + num_rotated
-    if layer.query_up.num_units:
-        for token in range(first, end):
-            at = queries + 4 * token * stride
-            _normalize(layer.query_norm, at, at, layer.query_up.in_features, storage)
-        phase = _wait(args, num_threads, phase)
-        width = args.num_heads * query_dim
-        inputs, outputs = (queries, stride, np.int64(0)), (args.operands, width, np.int64(0))
-        _multiply_heads(args, layer.query_up, 1, counters + 32, inputs, outputs, width, storage, size)
-        phase = _wait(args, num_threads, phase)
-        queries, stride = args.operands, width
-    _place_latents(args, layer, queries, stride, first, end, storage, size)
-    inputs, outputs = (
-        (queries, stride, query_dim),
-        (args.queries, args.num_heads * args.head_dim, args.head_dim),
-    )
-    num, counter = args.num_heads, counters + 40
-    _multiply_heads(args, layer.key_heads, num, counter, inputs, outputs, layer.latent_dim, storage, size)
-    return phase
-
-
-@exact
-def _place_latents(
-    args: Any, layer: Any, queries: int, stride: int, first: int, end: int, storage: Any, item_bytes: int
-) -> None:
-    """Normalize latents, rotate keys and queries, and write the former unless blocks have 8 bits."""
-    keep_apart()
-    positions = carray(pointer(args.positions, np.int64), (args.num_tokens,))
-    slots = carray(pointer(layer.slots, np.int64), (args.num_tokens,))
-    dim, latent_dim, key_dim = args.head_dim, layer.latent_dim, layer.key_heads.in_features
-    num_rotated = dim - latent_dim
-    rotated = np.empty(num_rotated, np.float32)
-    rotated_at = np.int64(rotated.ctypes.data)
-    for token in range(first, end):
-        row_at, position = args.qkv + 4 * (token * args.qkv_stride + args.key_column), positions[token]
-        key_at = row_at + 4 * latent_dim
-        _normalize(layer.key_norm, row_at, row_at, latent_dim, storage)
-        _rotate(args, layer, key_at, rotated_at, num_rotated, position, args.no_norm, storage)
-        key = carray(pointer(key_at, np.float32), (num_rotated,))
-        # Numba frees an array after the last use of its name.
-        for d in range(num_rotated):
-            key[d] = rotated[d]
-        for head in range(args.num_heads):
-            query_at = queries + 4 * (token * stride + head * (key_dim + num_rotated) + key_dim)
-            output = args.queries + 4 * ((token * args.num_heads + head) * dim + latent_dim)
-            _rotate(args, layer, query_at, output, num_rotated, position, args.no_norm, storage)
-        if args.kv_format != 0 or slots[token] < 0:
-            continue
-        block, offset = slots[token] // args.block_size, slots[token] % args.block_size
-        stored_at = layer.kv + item_bytes * (block * args.block_stride + offset * dim)
-        stored = carray(pointer(stored_at, storage), (dim,))
-        row = carray(pointer(row_at, np.float32), (dim,))
-        for d in range(dim):
-            stored[d] = encode(row[d], storage)
-
-
-@exact
-def _multiply_heads(
-    args: Any,
-    linear: Any,
-    num_heads: int,
-    counter: int,
-    inputs: Any,
-    outputs: Any,
-    size: int,
-    storage: Any,
-    item_bytes: int,
-) -> None:
-    """Multiply the inputs of each head by its own weight.
-
-    Args:
-        inputs, outputs: the address, and how many values lie between tokens, and between heads.
-        size: the outputs of a head.
-    """
-    keep_apart()
-    sums = np.empty((ROWS, UNIT), np.float32)
-    sums_at, units_per_head = np.int64(sums.ctypes.data), linear.num_units // num_heads
-    while True:
-        program = np.int64(fetch_and_increment(counter))
-        if program >= linear.num_units * -(-args.num_tokens // ROWS):
-            break
-        unit, first = program % linear.num_units, program // linear.num_units * ROWS
-        head, column = unit // units_per_head, unit % units_per_head * UNIT
-        count, stride = min(ROWS, args.num_tokens - first), 4 * inputs[1]
-        inputs_at = inputs[0] + first * stride + 4 * head * inputs[2]
-        _multiply(linear, unit, inputs_at, stride, sums_at, UNIT, count, storage, item_bytes)
-        for row in range(count):
-            at = outputs[0] + 4 * ((first + row) * outputs[1] + head * outputs[2] + column)
-            values = carray(pointer(at, np.float32), (UNIT,))
-            for d in range(min(UNIT, size - column)):
-                values[d] = sums[row, d]
-
-
-@exact
-def _expand(
-    args: Any, layer: Any, counters: int, thread: int, num_threads: int, phase: int, storage: Any, size: int
-) -> int:
-    """Compute the results of heads from their sums of latents; return the next phase."""
-    keep_apart()
-    first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
-    num_heads, value_dim = args.num_heads, layer.output.in_features // args.num_heads
-    row_size = num_heads * layer.latent_dim
-    if size < 4:
-        _narrow_rows(args.operands, row_size, first, end, storage)
-        phase = _wait(args, num_threads, phase)
-    inputs = (args.operands, row_size, layer.latent_dim)
-    outputs, counter = (args.attended, num_heads * value_dim, value_dim), counters + 48
-    _multiply_heads(args, layer.value_heads, num_heads, counter, inputs, outputs, value_dim, storage, size)
-    phase = _wait(args, num_threads, phase)
-    if layer.value.num_units == 0:
-        return phase
-    for token in range(first, end):
-        gates_at = args.qkv + 4 * ((token + 1) * args.qkv_stride - layer.value.num_units * UNIT)
-        activate(_SIGMOID, gates_at, num_heads, storage)
-        gates = carray(pointer(gates_at, np.float32), (num_heads,))
-        results_at = args.attended + 4 * token * num_heads * value_dim
-        results = carray(pointer(results_at, np.float32), (num_heads, value_dim))
-        for head in range(num_heads):
-            for d in range(value_dim):
-                results[head, d] = narrow(results[head, d] * gates[head], storage)
-    return _wait(args, num_threads, phase)  # type: ignore[no-any-return]
 
 
 @exact
@@ -763,7 +535,7 @@ def _project(
     if args.adapted.num_rows == 0:
         return phase
     project(args.adapted, first_linear, num_linears, inputs, stride, (thread, num_threads), storage)
-    return _wait(args, num_threads, phase)  # type: ignore[no-any-return]
+    return wait(args, num_threads, phase)  # type: ignore[no-any-return]
 
 
 @exact
@@ -796,7 +568,7 @@ def _project_added(
         row = rows[index]
         target = gathered + 4 * (row * length + own_column)
         _copy(inputs + 4 * row * stride, target, linear.in_features)
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     if thread == 0:
         come(exchange)
     meet(exchange, round_number)
@@ -839,17 +611,17 @@ def _run_attention(
         storage,
         item_bytes,
     )
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     phase = _attend(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
     first, end = kept.num_tokens * thread // num_threads, kept.num_tokens * (thread + 1) // num_threads
     drops_rows = kept.hidden != args.hidden
     if drops_rows:
         _keep_rows(args, kept, attended_size, first, end)
     if item_bytes < 4:
-        _narrow_rows(kept.attended, attended_size, first, end, storage)
+        narrow_rows(kept.attended, attended_size, first, end, storage)
     _encode_rows(kept, kept.attended, attended_size, first, end, stored)
     if item_bytes < 4 or drops_rows or input_form(stored) != FLOATS:
-        phase = _wait(args, num_threads, phase)
+        phase = wait(args, num_threads, phase)
     at = linears + _OUTPUT
     phase, round_number = _project_added(
         kept,
@@ -904,11 +676,11 @@ def _run_mlp(
     size, length = args.hidden_size, args.mlp_stride
     phase = _project(args, at, _DOWN - _GATE, args.normed, size, thread, num_threads, phase, storage)
     _run_gate(args, layer, at, counters + 16, storage, item_bytes, stored)
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     if input_form(stored) != FLOATS:
         first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
         _encode_rows(args, args.mlp, length, first, end, stored)
-        phase = _wait(args, num_threads, phase)
+        phase = wait(args, num_threads, phase)
     at = _NUM_LINEARS * index + _DOWN
     phase, round_number = _project_added(
         args,
@@ -980,7 +752,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
         if index > first_layer or begins_with_mlp == 0:
             if layer.output.num_units == 0:
                 return
-            phase = _wait(args, num_threads, phase)
+            phase = wait(args, num_threads, phase)
             those = kept if is_last else args
             phase, round_number = _run_attention(
                 args,
@@ -1001,7 +773,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
                 end = args.num_tokens * (thread + 1) // num_threads
         if layer.gate.num_units == 0:
             return
-        phase = _wait(args, num_threads, phase)
+        phase = wait(args, num_threads, phase)
         phase, round_number = _run_mlp(
             args, layer, index, thread, num_threads, phase, round_number, storage, item_bytes, stored
         )
@@ -1009,7 +781,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
             return
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
         _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
-    phase = _wait(args, num_threads, phase)
+    phase = wait(args, num_threads, phase)
     _compute_logits(args, thread, num_threads, phase, storage, item_bytes, head_stored)
 
 
