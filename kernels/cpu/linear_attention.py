@@ -75,6 +75,8 @@ _WIDTH = 2 * LANES
 """Columns of a state that are updated together."""
 _EPSILON = 1e-6
 """What transformers adds to the squared length of a query or a key."""
+_NUM_FACTORS = 3
+"""The factors of a token that ``_set_factors`` computes; decays follow them."""
 _FIXED, _SOFTPLUS = int(Decay.FIXED), int(Decay.SOFTPLUS)
 _FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -135,26 +137,20 @@ class LinearAttention(NamedTuple):
         Returns:
             float32 ``[num_tokens, num_outputs]``.
         """
-        num_heads, num_decays = self.step_bias.shape
         mixed = self._mixed(inputs, metadata, places)
-        num_tokens, num_channels = mixed.shape
-        steps, outputs = steps.contiguous(), torch.empty((num_tokens, self.num_outputs))
-        factors = torch.empty((3, num_tokens, num_heads))
-        decays = torch.empty((num_tokens, num_heads, num_decays))
-        faded = torch.empty((num_tokens, num_heads, self.key_dim if num_decays > 1 else 0))
-        num_sequences = metadata.block_tables.shape[1]
-        rows = torch.empty((num_sequences, num_heads, 3, self.key_dim), dtype=torch.int64)
-        width = _WIDTH if num_tokens > num_sequences else 0
-        tiles = torch.empty((num_sequences, num_heads, self.key_dim, width))
-        zeros = torch.zeros(self.row_size)
-        tensors = (steps, mixed, outputs, factors, decays, faded, rows, tiles, zeros)
-        weights = (self.rates, self.step_bias, self.skip)
-        sizes = (num_tokens, num_channels, steps.shape[1], num_heads, self.num_key_heads, self.key_dim)
-        numbers = (*sizes, num_decays, self.decay, self.most_replaced, 0)
-        fields = (*(each.data_ptr() for each in (*tensors, *weights)), *numbers)
-        values = (*fields, *place_values(metadata, places, self.row_size))
-        run(_kernel(), _FIELDS, values)
+        steps, outputs = steps.contiguous(), torch.empty((len(mixed), self.num_outputs))
+        tensors = (each.data_ptr() for each in (steps, mixed, outputs))
+        numbers = (mixed.shape[1], steps.shape[1], 0)
+        values = (*tensors, *numbers, *self.constants, *place_values(metadata, places, self.row_size))
+        run(kernel(), FIELDS, values)
         return outputs
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """The values of ``CONSTANT_FIELDS``."""
+        addresses = (each.data_ptr() for each in (self.rates, self.step_bias, self.skip))
+        sizes = (*self.step_bias.shape, self.num_key_heads, self.key_dim)
+        return (*addresses, *sizes, self.decay, self.most_replaced)
 
     def _mixed(self, inputs: torch.Tensor, metadata: AttentionMetadata, places: StatePlaces) -> torch.Tensor:
         """Return the queries, keys and values."""
@@ -164,14 +160,17 @@ class LinearAttention(NamedTuple):
         return convolve(inputs, self.taps, self.conv_bias, metadata, conv_places, self.row_size)
 
 
-_FIELDS = (
-    *("steps", "mixed", "outputs", "factors", "decays", "faded", "rows", "tiles", "zeros"),
+CONSTANT_FIELDS = (
     *("rates", "step_bias", "skip"),
-    *("num_tokens", "num_channels", "num_steps", "num_heads", "num_key_heads", "key_dim"),
-    *("num_decays", "decay", "most_replaced", "next_task"),
+    *("num_heads", "num_decays", "num_key_heads", "key_dim", "decay", "most_replaced"),
+)
+"""The arguments of the kernel that depend on the layer alone."""
+FIELDS = (
+    *("steps", "mixed", "outputs", "num_channels", "num_steps", "next_task"),
+    *CONSTANT_FIELDS,
     *PLACE_FIELDS,
 )
-_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
+ARGUMENTS = np.dtype([(name, np.int64) for name in FIELDS])
 
 
 def _emit_sums(
@@ -296,11 +295,11 @@ def _sigmoid(x: np.float32) -> np.float32:
 
 
 @exact
-def _set_decays(args: Any, token: int, head: int) -> None:
+def _set_decays(args: Any, token: int, head: int, decays_at: int) -> None:
     """Compute what the state of a head is multiplied by for a token."""
     keep_apart()
     num = args.num_decays
-    decays = carray(pointer(args.decays + 4 * (token * args.num_heads + head) * num, np.float32), (num,))
+    decays = carray(pointer(decays_at, np.float32), (num,))
     steps = carray(pointer(args.steps + 4 * (token * args.num_steps + head * num), np.float32), (num,))
     bias = carray(pointer(args.step_bias + 4 * head * num, np.float32), (num,))
     rate = carray(pointer(args.rates, np.float32), (args.num_heads,))[head]
@@ -325,19 +324,20 @@ def _fade(faded: int, key: int, decays: int, num: int) -> None:
 
 
 @exact
-def _set_factors(args: Any, token: int, head: int) -> None:
-    """Compute the factors of ``advance`` for a token."""
+def _set_factors(args: Any, token: int, head: int, factors_at: int) -> None:
+    """Compute the factors of ``advance`` for a token, then its decays and, if these differ, its faded key."""
     keep_apart()
     num_heads, key_dim, num_decays = args.num_heads, args.key_dim, args.num_decays
     one, epsilon = np.float32(1.0), np.float32(_EPSILON)
-    factors = carray(pointer(args.factors, np.float32), (3, args.num_tokens, num_heads))
-    steps = carray(pointer(args.steps, np.float32), (args.num_tokens, args.num_steps))
-    _set_decays(args, token, head)
+    factors = carray(pointer(factors_at, np.float32), (_NUM_FACTORS + 1,))
+    steps = carray(pointer(args.steps + 4 * token * args.num_steps, np.float32), (args.num_steps,))
+    decays = factors_at + 4 * _NUM_FACTORS
+    _set_decays(args, token, head, decays)
     if not args.most_replaced:
         bias = carray(pointer(args.step_bias, np.float32), (num_heads,))[head]
-        factors[0, token, head] = np.float32(0.0)
-        factors[1, token, head] = one if args.decay == _FIXED else softplus(steps[token, head] + bias)
-        factors[2, token, head] = one
+        factors[0] = np.float32(0.0)
+        factors[1] = one if args.decay == _FIXED else softplus(steps[head] + bias)
+        factors[2] = one
         return
     key_head = head // (num_heads // args.num_key_heads)
     query = args.mixed + 4 * (token * args.num_channels + key_head * key_dim)
@@ -345,16 +345,14 @@ def _set_factors(args: Any, token: int, head: int) -> None:
     query_square = sum_powers(np.int64(query), np.int64(key_dim), np.float32(0.0), 2)
     key_square = sum_powers(np.int64(key), np.int64(key_dim), np.float32(0.0), 2)
     key_factor = one / np.sqrt(key_square + epsilon)
-    replaced = np.float32(args.most_replaced) * _sigmoid(steps[token, num_heads * num_decays + head])
-    row = token * num_heads + head
-    decays = args.decays + 4 * row * num_decays
+    replaced = np.float32(args.most_replaced) * _sigmoid(steps[num_heads * num_decays + head])
     if num_decays > 1:
-        _fade(args.faded + 4 * row * key_dim, key, decays, key_dim)
-        factors[0, token, head] = key_factor
+        _fade(decays + 4 * num_decays, key, decays, key_dim)
+        factors[0] = key_factor
     else:
-        factors[0, token, head] = carray(pointer(decays, np.float32), (1,))[0] * key_factor
-    factors[1, token, head] = replaced * key_factor
-    factors[2, token, head] = one / np.sqrt(np.float32(key_dim)) / np.sqrt(query_square + epsilon)
+        factors[0] = factors[_NUM_FACTORS] * key_factor
+    factors[1] = replaced * key_factor
+    factors[2] = one / np.sqrt(np.float32(key_dim)) / np.sqrt(query_square + epsilon)
 
 
 @exact
@@ -362,58 +360,69 @@ def _advance_head(args: Any, sequence: int, head: int) -> None:
     """Update the state of one head over the new tokens of a sequence, and write its outputs."""
     keep_apart()
     first, num_new, start = new_tokens(args, sequence)
-    for token in range(first, first + num_new):
-        _set_factors(args, token, head)
-    shape = (args.num_sequences, args.num_heads, 3, args.key_dim)
-    rows = carray(pointer(args.rows, np.int64), shape)[sequence, head]
+    key_dim, num_decays = args.key_dim, args.num_decays
+    num_faded = key_dim if num_decays > 1 else 0
+    factors = np.empty((num_new, _NUM_FACTORS + num_decays + num_faded), np.float32)
+    rows = np.empty((4, key_dim), np.int64)
+    tile, zeros = np.empty((key_dim, _WIDTH), np.float32), np.zeros(args.row_size, np.float32)
+    zeros_at = np.int64(zeros.ctypes.data)
+    for i in range(key_dim):
+        rows[3, i] = np.int64(tile[i].ctypes.data)
+    for t in range(num_new):
+        _set_factors(args, first + t, head, np.int64(factors[t].ctypes.data))
     t = 0
     while t < num_new:
         position = start + t
         end = min(num_new, (position // args.block_size + 1) * args.block_size - start)
-        for i in range(args.key_dim):
-            row = head * args.key_dim + i
+        for i in range(key_dim):
+            row = head * key_dim + i
             rows[1, i] = row_at(args, sequence, position, row)
             rows[0, i] = rows[1, i]
             if position == 0:
-                rows[0, i] = args.zeros
+                rows[0, i] = zeros_at
             elif position % args.block_size == 0:
                 rows[0, i] = row_at(args, sequence, position - 1, row)
         for column in range(0, args.row_size, _WIDTH):
-            _advance_columns(args, sequence, head, column, first + t, end - t)
+            _advance_columns(args, head, column, first + t, factors[t:end], rows)
         t = end
+    # Numba frees an array after the last use of its name.
+    tile[0, 0] = zeros[0]
 
 
 @exact
-def _advance_columns(args: Any, sequence: int, head: int, column: int, token: int, num_new: int) -> None:
+def _advance_columns(args: Any, head: int, column: int, token: int, factors: Any, rows: Any) -> None:
     """Update 16 or 32 columns over tokens of one block, the first of which is ``token``.
 
     Between the first token and the last one they lie in a tile. In a block, rows are a power of two apart for
     most models, so they would displace each other from the processor's cache.
+
+    Args:
+        factors: what ``_set_factors`` computed for each token.
+        rows: int64 ``[4, num_rows]``, the addresses of rows before the tokens and after them, room for those
+            of columns in the tile, and those of the tile's rows.
     """
     keep_apart()
-    factors = carray(pointer(args.factors, np.float32), (3, args.num_tokens, args.num_heads))
     skip = carray(pointer(args.skip, np.float32), (args.num_heads,))[head]
     num_keys, num_rows, num_decays = args.num_key_heads * args.key_dim, args.key_dim, args.num_decays
     key_head = head // (args.num_heads // args.num_key_heads)
     num_read = num_rows if args.most_replaced else 0
-    state = sequence * args.num_heads + head
-    sources = args.rows + 24 * state * num_rows
+    sources = np.int64(rows.ctypes.data)
     targets, kept = sources + 8 * num_rows, sources + 16 * num_rows
-    if num_new > 1:
-        in_tile = carray(pointer(kept, np.int64), (num_rows,))
-        for i in range(num_rows):
-            in_tile[i] = args.tiles + 4 * ((state * num_rows + i) * _WIDTH - column)
-    for at in range(token, token + num_new):
-        row = at * args.num_heads + head
+    num_new = len(factors)
+    for i in range(num_rows):
+        rows[2, i] = rows[3, i] - 4 * column
+    for t in range(num_new):
+        at = token + t
         query = args.mixed + 4 * (at * args.num_channels + key_head * num_rows)
         key = query + 4 * num_keys
         value = args.mixed + 4 * (at * args.num_channels + 2 * num_keys + head * args.row_size)
-        reader = args.faded + 4 * row * num_rows if num_decays > 1 else key
-        output, decays = args.outputs + 4 * row * args.row_size, args.decays + 4 * row * num_decays
+        decays = np.int64(factors[t].ctypes.data) + 4 * _NUM_FACTORS
+        reader = decays + 4 * num_decays if num_decays > 1 else key
+        output = args.outputs + 4 * (at * args.num_heads + head) * args.row_size
         vectors = (query, reader, key, value, output, decays)
-        of_token = (factors[0, at, head], factors[1, at, head], factors[2, at, head], skip)
-        before = sources if at == token else kept
-        after = targets if at == token + num_new - 1 else kept
+        of_token = (factors[t, 0], factors[t, 1], factors[t, 2], skip)
+        before = sources if t == 0 else kept
+        after = targets if t == num_new - 1 else kept
         if args.row_size - column < _WIDTH:
             advance(before, after, column, vectors, of_token, num_rows, num_read, num_decays, 1)
         else:
@@ -421,10 +430,10 @@ def _advance_columns(args: Any, sequence: int, head: int, column: int, token: in
 
 
 @cache
-def _kernel() -> Any:
+def kernel() -> Any:
     """Compile the function that each thread runs: it takes the next task until none is left."""
 
-    def kernel(arguments: Any) -> None:
+    def advance_heads(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         while True:
             task = np.int64(fetch_and_increment(args.next_task))
@@ -432,5 +441,5 @@ def _kernel() -> Any:
                 break
             _advance_head(args, task // args.num_heads, task % args.num_heads)
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    signature = types.void(types.CPointer(from_dtype(ARGUMENTS)))
+    return compile_kernel(signature, advance_heads, error_model="numpy")

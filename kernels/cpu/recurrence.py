@@ -90,11 +90,12 @@ PLACE_FIELDS = (
     *("addresses", "frames", "frame_bytes", "rows_per_part", "block_size", "first_row", "row_size"),
 )
 """The arguments of a kernel with which it finds states; see ``row_at``."""
-_FIELDS = (
-    *("inputs", "mixed", "earlier", "taps", "bias", "num_tokens", "num_channels", "num_taps", "next_task"),
+FIELDS = (
+    *("inputs", "mixed", "taps", "bias", "num_channels", "num_taps", "next_task"),
     *PLACE_FIELDS,
 )
-_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
+"""The arguments of the kernel of ``convolve``."""
+ARGUMENTS = np.dtype([(name, np.int64) for name in FIELDS])
 
 
 def place_values(metadata: AttentionMetadata, places: StatePlaces, row_size: int) -> tuple[int, ...]:
@@ -137,12 +138,10 @@ def convolve(
         places: where the inputs lie.
         row_size: numbers in a row of a state.
     """
-    num_tokens, num_channels = inputs.shape
-    inputs, mixed = inputs.contiguous(), torch.empty((num_tokens, num_channels))
-    earlier = torch.empty((metadata.block_tables.shape[1], len(taps) - 1, num_channels))
-    tensors = (inputs, mixed, earlier, taps, bias)
-    numbers = (num_tokens, num_channels, len(taps), 0, *place_values(metadata, places, row_size))
-    run(_kernel(), _FIELDS, (*(each.data_ptr() for each in tensors), *numbers))
+    inputs, mixed = inputs.contiguous(), torch.empty(inputs.shape)
+    tensors = (inputs, mixed, taps, bias)
+    numbers = (inputs.shape[1], len(taps), 0, *place_values(metadata, places, row_size))
+    run(kernel(), FIELDS, (*(each.data_ptr() for each in tensors), *numbers))
     return mixed
 
 
@@ -181,15 +180,6 @@ def row_at(args: Any, sequence: int, position: int, row: int) -> int:
 
 
 @exact
-def _inputs_at(args: Any, sequence: int, token: int, first: int, channel: int) -> int:
-    """Return the address of a channel's input; tokens below 0 are the last ones before the step."""
-    if token >= 0:
-        return int(args.inputs + 4 * ((first + token) * args.num_channels + channel))
-    row = (sequence + 1) * (args.num_taps - 1) + token
-    return int(args.earlier + 4 * (row * args.num_channels + channel))
-
-
-@exact
 def _copy(source: int, target: int, num: int) -> None:
     keep_apart()
     carray(pointer(target, np.float32), (num,))[:] = carray(pointer(source, np.float32), (num,))
@@ -212,30 +202,34 @@ def _convolve(args: Any, sequence: int, segment: int) -> None:
     low, num_earlier = segment * args.row_size, args.num_taps - 1
     num = min(args.row_size, args.num_channels - low)
     num_segments = (args.num_channels + args.row_size - 1) // args.row_size
+    earlier = np.zeros((num_earlier, num), np.float32)
+    # The addresses of the inputs of the last tokens before the step, and of its tokens.
+    inputs = np.empty(num_earlier + num_new, np.int64)
     for j in range(num_earlier):
-        target = _inputs_at(args, sequence, j - num_earlier, first, low)
-        if start == 0:
-            carray(pointer(target, np.float32), (num,))[:] = np.float32(0.0)
-        else:
-            _copy(row_at(args, sequence, start - 1, segment + j * num_segments), target, num)
+        inputs[j] = np.int64(earlier[j].ctypes.data)
+        if start > 0:
+            _copy(row_at(args, sequence, start - 1, segment + j * num_segments), inputs[j], num)
+    for t in range(num_new):
+        inputs[num_earlier + t] = args.inputs + 4 * ((first + t) * args.num_channels + low)
     for t in range(num_new):
         mixed = args.mixed + 4 * ((first + t) * args.num_channels + low)
         _copy(args.bias + 4 * low, mixed, num)
         for j in range(args.num_taps):
-            taps = args.taps + 4 * (j * args.num_channels + low)
-            _add_product(mixed, taps, _inputs_at(args, sequence, t - num_earlier + j, first, low), num)
+            _add_product(mixed, args.taps + 4 * (j * args.num_channels + low), inputs[t + j], num)
         activate(_SILU, mixed, num, np.float32)
         if (start + t + 1) % args.block_size == 0 or t == num_new - 1:
             for j in range(num_earlier):
                 target = row_at(args, sequence, start + t, segment + j * num_segments)
-                _copy(_inputs_at(args, sequence, t + 1 - num_earlier + j, first, low), target, num)
+                _copy(inputs[t + 1 + j], target, num)
+    # Numba frees an array after the last use of its name.
+    earlier[:] = np.float32(0.0)
 
 
 @cache
-def _kernel() -> Any:
+def kernel() -> Any:
     """Compile the function that each thread runs: it takes the next task until none is left."""
 
-    def kernel(arguments: Any) -> None:
+    def mix(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         num_segments = (args.num_channels + args.row_size - 1) // args.row_size
         while True:
@@ -244,5 +238,5 @@ def _kernel() -> Any:
                 break
             _convolve(args, task // num_segments, task % num_segments)
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    signature = types.void(types.CPointer(from_dtype(ARGUMENTS)))
+    return compile_kernel(signature, mix, error_model="numpy")
