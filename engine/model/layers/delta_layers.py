@@ -7,16 +7,19 @@ Kimi Linear and Ling 3.0, has one for each element of a key.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.layers.state_layers import (
+    GatedNorm,
+    StateParts,
+    checked,
     convolution_weights,
     decays_of_heads,
-    gated_norm,
-    kept_weights,
+    run_parts,
 )
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
@@ -27,31 +30,32 @@ from quire.kernels.torch_functions import without_replacements
 def run_delta_net(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Run a layer like ``Qwen3NextGatedDeltaNet``; see ``run_mamba``."""
-    inputs, steps, gate = (torch.cat(each, dim=-1).float() for each in _projected(layer, hidden_states))
-    output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _weights))
-    norm, projection = (
-        (layer.norm, layer.out_proj) if hasattr(layer, "out_proj") else (layer.o_norm, layer.o_proj)
-    )
-    size, dtype = layer.head_v_dim, hidden_states.dtype
-    output, gate = (each.unflatten(-1, (-1, size)) for each in (output, gate))
-    output = gated_norm(norm, output, gate, dtype, group_size=size, is_gated_first=False)
-    result: torch.Tensor = projection(output.flatten(-2).to(dtype))
-    return result
+    """Run a layer like ``Qwen3NextGatedDeltaNet``; see ``run_parts``."""
+    return run_parts(layer, attend, hidden_states, _parts)
 
 
-def _projected(layer: Any, hidden_states: torch.Tensor) -> tuple[list[torch.Tensor], ...]:
-    """Return the parts of the inputs of the convolution, of the steps, and of the gate."""
+def _parts(layer: Any, dtype: torch.dtype) -> StateParts:
+    names: tuple[str, ...]
     if hasattr(layer, "in_proj_qkvz"):  # Qwen3-Next
-        projected = layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
-        query, key, value, gate, beta, step = layer.fix_query_key_value_ordering(*projected)
-        return [query.flatten(2), key.flatten(2), value.flatten(2)], [step, beta], [gate.flatten(2)]
-    names = (
-        (("in_proj_qkv",), ("in_proj_a", "in_proj_b"), ("in_proj_z",))  # Qwen3.5
-        if hasattr(layer, "in_proj_qkv")
-        else (("q_proj", "k_proj", "v_proj"), ("a_proj", "b_proj"), ("g_proj",))
-    )
-    return tuple([getattr(layer, name)(hidden_states) for name in part] for part in names)
+        names, divide = ("in_proj_qkvz", "in_proj_ba"), partial(_divide_interleaved, layer)
+    elif hasattr(layer, "in_proj_qkv"):  # Qwen3.5
+        names, divide = ("in_proj_qkv", "in_proj_a", "in_proj_b", "in_proj_z"), partial(_divide, 1, 3)
+    else:
+        names, divide = tuple(f"{each}_proj" for each in "qkvabg"), partial(_divide, 3, 5)
+    norm, output = (layer.norm, "out_proj") if hasattr(layer, "out_proj") else (layer.o_norm, "o_proj")
+    weight, epsilon = norm.weight.float(), float(norm.variance_epsilon)
+    gated_norm = GatedNorm(weight, epsilon, layer.head_v_dim, dtype, is_gated_first=False)
+    return StateParts(names, (), divide, None, checked(_weights(layer)), gated_norm, output)
+
+
+def _divide(first: int, second: int, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    """Return the first outputs, those in the middle and the last ones."""
+    return outputs[:first], outputs[first:second], outputs[second:]
+
+
+def _divide_interleaved(layer: Any, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    query, key, value, gate, beta, step = layer.fix_query_key_value_ordering(*outputs)
+    return [query.flatten(2), key.flatten(2), value.flatten(2)], [step, beta], [gate.flatten(2)]
 
 
 def _weights(layer: Any) -> LinearAttention:
@@ -75,34 +79,38 @@ def _weights(layer: Any) -> LinearAttention:
 def run_kimi_delta_attention(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Run a layer like ``KimiLinearDeltaAttention``; see ``run_delta_net``."""
+    """Run a layer like ``KimiLinearDeltaAttention``; see ``run_parts``."""
+    return run_parts(layer, attend, hidden_states, _kimi_parts)
+
+
+def _kimi_parts(layer: Any, dtype: torch.dtype) -> StateParts:
     forget = layer.forget_gate
-    inputs = torch.cat(
-        [layer.q_proj(hidden_states), layer.k_proj(hidden_states), layer.v_proj(hidden_states)], -1
-    )
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "b_proj")
+    expansions: tuple[tuple[str, int], ...] = ()
     if hasattr(forget, "f_proj"):  # Ling 3.0
-        steps, gate = forget.f_proj(hidden_states), layer.g_proj(hidden_states)
+        names += ("forget_gate.f_proj", "g_proj")
     else:
-        steps = forget.f_b_proj(forget.f_a_proj(hidden_states))
-        gate = layer.g_b_proj(layer.g_a_proj(hidden_states))
-    steps = steps.float()
+        names += ("forget_gate.f_a_proj", "g_a_proj")
+        expansions = (("forget_gate.f_b_proj", 4), ("g_b_proj", 5))
+    slopes = None
     if _is_bounded(forget):
-        steps = steps * _slopes(forget)
-    steps = torch.cat([steps, layer.b_proj(hidden_states).float()], dim=-1)
-    inputs = inputs.float()
-    output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _kimi_weights))
-    output, gate = (each.float().unflatten(-1, (-1, layer.head_dim)) for each in (output, gate))
-    output = gated_norm(
-        layer.o_norm,
-        output,
-        gate,
+        slopes = torch.cat([_slopes(forget), torch.ones(layer.num_heads)])
+    norm = layer.o_norm
+    gated_norm = GatedNorm(
+        norm.weight.float(),
+        float(norm.variance_epsilon),
+        layer.head_dim,
         torch.float32,
-        group_size=layer.head_dim,
         is_gated_first=False,
         activation=Activation.SIGMOID,
     )
-    result: torch.Tensor = layer.o_proj(output.flatten(-2).to(hidden_states.dtype))
-    return result
+    recurrence = checked(_kimi_weights(layer))
+    return StateParts(names, expansions, _divide_kimi, slopes, recurrence, gated_norm, "o_proj")
+
+
+def _divide_kimi(outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    step, gate = outputs[-2:]
+    return outputs[:3], [step, outputs[3]], [gate]
 
 
 def _is_bounded(forget: Any) -> bool:

@@ -10,10 +10,13 @@ import torch
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.layers.state_layers import (
+    GatedNorm,
+    StateParts,
+    checked,
     convolution_weights,
     decays_of_heads,
-    gated_norm,
     kept_weights,
+    run_parts,
 )
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
@@ -37,39 +40,45 @@ def run_mamba(
         attend: attention with an argument ``recurrence``; see ``attention.attend``.
         hidden_states: ``[1, num_tokens, hidden_size]``.
     """
-    dtype = hidden_states.dtype
-    if hasattr(layer, "mup_vector"):  # Falcon-H1
-        projected = layer.in_proj(hidden_states * layer.ssm_in_multiplier) * layer.mup_vector
-    else:
-        projected = layer.in_proj(hidden_states)
-    sizes = [layer.intermediate_size, layer.conv_dim, layer.num_heads]
-    gate, inputs, steps = projected.float().split(sizes, dim=-1)
-    inputs = _as_attention(layer, inputs)
+    if not hasattr(layer, "mup_vector"):
+        return run_parts(layer, attend, hidden_states, _parts)
+    # Falcon-H1 may have no norm.
+    projected = layer.in_proj(hidden_states * layer.ssm_in_multiplier) * layer.mup_vector
+    parts, [steps], [gate] = _divide(layer, [projected.float()])
+    inputs = torch.cat(parts, dim=-1)
     output = attend(inputs, steps, inputs, recurrence=kept_weights(layer, _weights))
-    output = _gated(layer.norm, output, gate, dtype)
-    result: torch.Tensor = layer.out_proj(output.to(dtype))
+    if getattr(layer.norm, "weight", None) is None:
+        output = output * rows.activation(gate, Activation.SILU)
+    else:
+        output = _norm(layer.norm, hidden_states.dtype)(output, gate)
+    result: torch.Tensor = layer.out_proj(output.to(hidden_states.dtype))
     return result
 
 
-def _gated(norm: Any, output: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    weight = getattr(norm, "weight", None)
-    if weight is None:  # Falcon-H1 may have no norm.
-        return output * rows.activation(gate, Activation.SILU)
-    return gated_norm(
-        norm,
-        output,
-        gate,
-        dtype,
-        group_size=getattr(norm, "group_size", None) or len(weight) // norm.n_groups,
-        is_gated_first=not getattr(norm, "norm_before_gate", False),
-    )
+def _parts(layer: Any, dtype: torch.dtype) -> StateParts:
+    norm = _norm(layer.norm, dtype)
+    divide = partial(_divide, layer)
+    return StateParts(("in_proj",), (), divide, None, checked(_weights(layer)), norm, "out_proj")
 
 
-def _as_attention(layer: Any, channels: torch.Tensor) -> torch.Tensor:
-    """Bring the last dimension, of x, B and C, into the order of queries, keys and values: C, B and x."""
+def _norm(norm: Any, dtype: torch.dtype) -> GatedNorm:
+    weight: torch.Tensor = norm.weight.float()
+    group_size = getattr(norm, "group_size", None) or len(weight) // norm.n_groups
+    is_gated_first = not getattr(norm, "norm_before_gate", False)
+    return GatedNorm(weight, float(norm.variance_epsilon), group_size, dtype, is_gated_first)
+
+
+def _divide(layer: Any, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    sizes = [layer.intermediate_size, layer.conv_dim, layer.num_heads]
+    gate, inputs, steps = outputs[0].split(sizes, dim=-1)
+    return _as_attention(layer, inputs), [steps], [gate]
+
+
+def _as_attention(layer: Any, channels: torch.Tensor) -> list[torch.Tensor]:
+    """Return the parts of the last dimension, x, B and C, as queries, keys and values: C, B and x."""
     size = layer.n_groups * layer.ssm_state_size
     x, b, c = channels.split([layer.intermediate_size, size, size], dim=-1)
-    return torch.cat([c, b, x], dim=-1)
+    return [c, b, x]
 
 
 def _weights(layer: Any) -> LinearAttention:
@@ -79,7 +88,7 @@ def _weights(layer: Any) -> LinearAttention:
             f"its layers with a state limit their time steps to {tuple(layer.time_step_limit)}, "
             "which transformers does for prompts and not for further tokens"
         )
-    taps, bias = (_as_attention(layer, each) for each in convolution_weights(layer))
+    taps, bias = (torch.cat(_as_attention(layer, each), dim=-1) for each in convolution_weights(layer))
     rates, step_bias = decays_of_heads(layer)
     return LinearAttention(
         taps=taps,
