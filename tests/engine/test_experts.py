@@ -88,11 +88,12 @@ def make_mixtral() -> MixtralForCausalLM:
 
 def test_equal_scores_of_a_router_give_the_same_experts_in_any_company() -> None:
     model = make_mixtral()
+    router = model.model.layers[0].mlp.gate
+    router.weight.data[1:] = router.weight.data[0]
     pack_linear_layers(model)
     pack_experts(model, "auto", FLOAT32)
     make_batch_invariant(model)
-    run, router = block_of(model), model.model.layers[0].mlp.gate
-    router.weight.data[1:] = router.weight.data[0]  # This is before the weight is packed, at its first use.
+    run = block_of(model)
     hidden = hidden_states(40, torch.float32)
     assert torch.equal(run(hidden)[11:12], run(hidden[11:12]))
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 
 from quire.engine.model.layers.packed_linear import PackedLinear
-from quire.engine.model.layers.routers import Route, ungrouped_route
+from quire.engine.model.layers.routers import Route, softmax_route, ungrouped_route
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.products.linear import pack
 from quire.kernels.cpu.rows import Activation, Norm
@@ -264,14 +264,17 @@ def make_batch_invariant(model: torch.nn.Module) -> None:
 @torch.inference_mode()
 def _route(module: torch.nn.Module) -> Route | None:
     """Return a router's function with fewer operators, if it agrees with the router."""
-    route = ungrouped_route(module)
+    route = ungrouped_route(module) or softmax_route(module)
     if route is None:
         return None
     weight = module.get_parameter("weight")
     inputs = torch.randn((64, weight.shape[1]), generator=torch.Generator().manual_seed(1)).to(weight.dtype)
-    with KernelFunctions():
+    with ModuleFunctions(module):
         results = zip(route(inputs), module(inputs), strict=True)
-        return route if all(torch.allclose(mine, own, rtol=1e-4) for mine, own in results) else None
+        is_alike = all(
+            mine.dtype == own.dtype and torch.allclose(mine, own, rtol=1e-4) for mine, own in results
+        )
+    return route if is_alike else None
 
 
 def _row_norm(module: torch.nn.Module) -> RowNorm | PlainRowNorm | None:
