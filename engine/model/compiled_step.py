@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import Forward, KvHeads, runs_alike
 from quire.engine.model.collectives import Collectives
+from quire.engine.model.compiled_states import StateLayers
 from quire.engine.model.layer_records import columns, fill_layer, first_column, linear_record, norm_record
 from quire.engine.model.layers.attention import PagedStep
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
 from quire.engine.model.layers.parallel_layers import RowLinear
+from quire.engine.model.state_recipe import StateRecipe
 from quire.engine.model.states import States
 from quire.engine.model.step_recipe import (
     AttentionRecipe,
@@ -57,6 +59,8 @@ _KEPT = {"hidden": "qkv", "attended": "queries"}
 """Buffers of the tokens that the last layer computes, each with the free buffer for its copy."""
 _CACHE_LINE = 8
 """Counters that fill a cache line."""
+_FIRST_STATE_COUNTER = 5
+"""The first of a layer's counters that belong to the kernels of its state."""
 _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
@@ -127,6 +131,7 @@ class CompiledStep:
         self._num_sums = sum(isinstance(each, RowLinear) for each in _linears(recipe))
         self._fill_layers(heads, memory)
         self._fill_step(heads, memory)
+        self._state_layers = self._make_state_layers()
         self._grow_tables(_FEWEST_POSITIONS)
 
     def run(self, tensors: StepTensors) -> torch.Tensor:
@@ -153,6 +158,8 @@ class CompiledStep:
             self._place_kept_rows(keeps_all_rows)
         if self._recipe.attentions:
             self._place_attention(tensors)
+        if self._state_layers is not None:
+            self._state_layers.place(metadata, num_tokens)
         work = num_tokens * self._work_per_token
         num_threads = torch.get_num_threads() if work >= _MIN_THREADED_WORK else 1
         self._run_program(tensors, num_threads)
@@ -310,12 +317,14 @@ class CompiledStep:
         fields = self._step[0]
         recipe = self._recipe
         attended = self._num_heads * int(fields["head_dim"])
-        attended = max((attended, *(each.output.in_features for each in recipe.attentions)))
+        outputs = [each.output for each in recipe.attentions] + [each.output for each in recipe.states]
+        attended = max((attended, *(each.in_features for each in outputs)))
+        projected = 0 if self._state_layers is None else self._state_layers.num_columns
         expanded = (each.query_up.out_features for each in recipe.latents if each.query_up)
         widths = {
             "hidden": fields["hidden_size"],
             "normed": fields["hidden_size"],
-            "qkv": max(fields["qkv_stride"], fields["hidden_size"]),
+            "qkv": max(fields["qkv_stride"], fields["hidden_size"], projected),
             "queries": attended,
             "attended": attended,
             "update": fields["update_stride"],
@@ -325,6 +334,8 @@ class CompiledStep:
         for name, width in widths.items():
             self._buffers[name] = torch.empty((capacity, int(width)))
             self._step[name] = self._buffers[name].data_ptr()
+        if self._state_layers is not None:
+            self._state_layers.grow(capacity, int(fields["attended"]))
         self._attention["query"] = fields["queries"]
         # With latent attention, the results of heads are computed from sums of latents.
         self._attention["output"] = fields["operands" if recipe.latents else "attended"]
@@ -349,6 +360,20 @@ class CompiledStep:
             fill_layer(self._layers[index], layer)
             if isinstance(layer.attention, AttentionRecipe):
                 self._fill_attention(index, layer.attention, heads, memory)
+
+    def _make_state_layers(self) -> StateLayers | None:
+        numbers = [
+            number
+            for number, each in enumerate(self._recipe.layers)
+            if isinstance(each.attention, StateRecipe)
+        ]
+        if self._states is None or not numbers:
+            return None
+        first = self._counters.ctypes.data + 8 * (2 * _CACHE_LINE + _FIRST_STATE_COUNTER)
+        counters = [first + 8 * step_records.COUNTERS_PER_LAYER * number for number in numbers]
+        layers = StateLayers(self._recipe.states, self._states, counters)
+        self._layers["states"][numbers] = layers.addresses
+        return layers
 
     def _fill_attention(self, index: int, layer: AttentionRecipe, heads: KvHeads, memory: KvMemory) -> None:
         """Fill in how a layer calls attention."""
@@ -497,6 +522,7 @@ def _linears(recipe: StepRecipe) -> list[PackedLinear]:
     """Return the linear layers that the program computes; the output layer only if there are no others."""
     of_attention = [layer for each in recipe.attentions for layer in (*each.projections, each.output)]
     of_attention += [each.query_up for each in recipe.latents if each.query_up is not None]
+    of_attention += [layer for each in recipe.states for layer in each.linears]
     mlps = recipe.mlps + [each.shared for each in recipe.layers if each.shared is not None]
     of_mlps = [layer for each in mlps for layer in (each.gate, each.up or each.gate, each.down)]
     return of_attention + of_mlps or [recipe.head]
@@ -519,6 +545,8 @@ def find_recipe(
     """
     try:
         recipe = read_recipe(module)
+        if not _has_one_form(recipe):
+            recipe = recipe.without_states()
         _check_heads(recipe, heads)
         if recipe.has_modules and collectives is not None:
             raise NoRecipeError("parts of its layers are modules, which divide themselves among ranks")
@@ -552,15 +580,19 @@ def _refusing_modules(recipe: StepRecipe) -> Iterator[None]:
 def _check_heads(recipe: StepRecipe, heads: KvHeads) -> None:
     if not heads.are_alike:
         raise NoRecipeError("its keys and values, or its layers, differ in shape")
-    linears = _linears(recipe)
-    dtype, form = _dtype(recipe), form_of_inputs(linears[0].packed.stored)
-    if any((each.packed.dtype, form_of_inputs(each.packed.stored)) != (dtype, form) for each in linears):
+    if not _has_one_form(recipe):
         raise NoRecipeError("its linear layers have different dtypes or forms of inputs")
     for each in recipe.attentions:
         if each.latents is not None:
             _check_latents(recipe, each, heads)
         elif len(each.projections) not in (1, 3) or each.output.in_features % heads.head_dim:
             raise NoRecipeError(f"its heads of {heads.head_dim} values do not fill its projections")
+
+
+def _has_one_form(recipe: StepRecipe) -> bool:
+    """Return whether the linear layers have one dtype, and one form of inputs."""
+    forms = {(each.packed.dtype, form_of_inputs(each.packed.stored)) for each in _linears(recipe)}
+    return len(forms) == 1 and {_dtype(recipe)} == {dtype for dtype, _ in forms}
 
 
 def _check_latents(recipe: StepRecipe, layer: AttentionRecipe, heads: KvHeads) -> None:

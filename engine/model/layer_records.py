@@ -11,6 +11,7 @@ from quire.engine.model.layers.latent_attention import HeadLinear
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
 from quire.engine.model.layers.row_layers import RowNorm
+from quire.engine.model.state_recipe import StateRecipe
 from quire.engine.model.step_recipe import AttentionRecipe, LatentRecipe, LayerRecipe, MlpRecipe
 from quire.kernels.cpu.products.linear import UNIT, unit_kernel
 
@@ -41,6 +42,8 @@ def fill_layer(row: Any, layer: LayerRecipe) -> None:
         _fill_added(row, "output", attention.output)
         if attention.latents is not None:
             _fill_latents(row, attention.latents)
+    elif isinstance(attention, StateRecipe):
+        _fill_added(row, "output", attention.output)
     row["has_experts"] = not isinstance(layer.mlp, MlpRecipe)
     if (mlp := layer.mlp if isinstance(layer.mlp, MlpRecipe) else layer.shared) is not None:
         _fill_mlp(row, mlp)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from quire.engine.model.layers.latent_attention import HeadLinear, LatentExpansion, latent_expansion
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
 from quire.engine.model.layers.row_layers import KernelActivation, RowNorm
+from quire.engine.model.state_recipe import StateRecipe, read_states
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.products.packed_product import FLOATS, form_of_inputs
@@ -116,7 +117,7 @@ class LayerRecipe:
     """
 
     attention_norm: RowNorm
-    attention: AttentionRecipe | torch.nn.Module
+    attention: AttentionRecipe | StateRecipe | torch.nn.Module
     after_attention_norm: RowNorm | None
     mlp_norm: RowNorm
     mlp: MlpRecipe | torch.nn.Module
@@ -159,14 +160,34 @@ class StepRecipe:
         return [each.latents for each in self.attentions if each.latents is not None]
 
     @property
+    def states(self) -> list[StateRecipe]:
+        """The layers with a state that are no modules."""
+        return [each.attention for each in self.layers if isinstance(each.attention, StateRecipe)]
+
+    def without_states(self) -> StepRecipe:
+        """Return the recipe in which layers with a state are modules."""
+        layers = [
+            replace(each, attention=each.attention.module)
+            if isinstance(each.attention, StateRecipe)
+            else each
+            for each in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
+    @property
     def mlps(self) -> list[MlpRecipe]:
         """The MLPs that are no modules."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpRecipe)]
 
     @property
+    def uses_torch(self) -> bool:
+        """Whether torch approximates something: in modules, or the rates at which states decay, at load."""
+        return self.has_modules or bool(self.states)
+
+    @property
     def has_modules(self) -> bool:
         """Whether modules compute a part of some layers."""
-        return len(self.attentions) + len(self.mlps) < 2 * len(self.layers)
+        return len(self.attentions) + len(self.states) + len(self.mlps) < 2 * len(self.layers)
 
 
 def read_recipe(model: PreTrainedModel) -> StepRecipe:
@@ -260,7 +281,13 @@ class _Reader:
             shared=self._shared_expert(mlp),
         )
 
-    def _llama_attention(self, attention: Any, rotation: int | None) -> AttentionRecipe | torch.nn.Module:
+    def _llama_attention(
+        self, attention: Any, rotation: int | None
+    ) -> AttentionRecipe | StateRecipe | torch.nn.Module:
+        states = read_states(attention)
+        if states is not None:
+            self._module(attention)
+            return states
         if any(each.argval == "position_ids" for each in dis.get_instructions(type(attention).forward)):
             # Its queries may grow with the position, as in Ministral 3, beyond those of the check at load.
             return self._module(attention)

@@ -105,12 +105,13 @@ def check_adaptable(model: LoadedModel) -> StepRecipe:
     """
     if model.module.device.type != "cpu":
         raise UnsupportedAdapterError("adapters run on the CPU only")
-    if model.recipe is None or model.recipe.has_modules or model.recipe.latents:
+    recipe = model.recipe
+    if recipe is None or recipe.uses_torch or recipe.latents:
         raise UnsupportedAdapterError(
-            "adapters need a model that runs as one program without latent attention, and "
+            "adapters need a model that runs as one program without latent attention and states, and "
             f"{model.module.config.model_type} does not"
         )
-    return model.recipe
+    return recipe
 
 
 def load_adapter(path: str, model: LoadedModel) -> Adapter:

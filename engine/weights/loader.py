@@ -177,7 +177,7 @@ def load_model(
         heads=heads,
         recipe=recipe,
         arithmetic=arithmetic_name(
-            choose_sums(arithmetic, module.dtype), device, recipe is not None and not recipe.has_modules
+            choose_sums(arithmetic, module.dtype), device, recipe is not None and not recipe.uses_torch
         ),
         collectives=collectives,
         divided=plan.linears,

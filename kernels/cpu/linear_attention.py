@@ -156,8 +156,11 @@ class LinearAttention(NamedTuple):
         """Return the queries, keys and values."""
         if self.taps is None or self.conv_bias is None:
             return inputs.contiguous()
-        conv_places = places._replace(first_row=places.first_row + len(self.rates) * self.key_dim)
-        return convolve(inputs, self.taps, self.conv_bias, metadata, conv_places, self.row_size)
+        return convolve(inputs, self.taps, self.conv_bias, metadata, self.conv_places(places), self.row_size)
+
+    def conv_places(self, places: StatePlaces) -> StatePlaces:
+        """Return where the inputs of the convolution lie."""
+        return places._replace(first_row=places.first_row + len(self.rates) * self.key_dim)
 
 
 CONSTANT_FIELDS = (

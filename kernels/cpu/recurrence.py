@@ -85,10 +85,10 @@ class Recurrence(Protocol):
         """
 
 
-PLACE_FIELDS = (
-    *("tables", "query_starts", "seq_lens", "num_sequences", "table_width"),
-    *("addresses", "frames", "frame_bytes", "rows_per_part", "block_size", "first_row", "row_size"),
-)
+_LAYER_FIELDS = ("addresses", "frames", "frame_bytes", "rows_per_part", "block_size", "first_row", "row_size")
+SEQUENCE_FIELDS = ("tables", "query_starts", "seq_lens", "num_sequences", "table_width")
+"""The arguments of a kernel that describe a step's sequences."""
+PLACE_FIELDS = (*SEQUENCE_FIELDS, *_LAYER_FIELDS)
 """The arguments of a kernel with which it finds states; see ``row_at``."""
 FIELDS = (
     *("inputs", "mixed", "taps", "bias", "num_channels", "num_taps", "next_task"),
@@ -100,10 +100,20 @@ ARGUMENTS = np.dtype([(name, np.int64) for name in FIELDS])
 
 def place_values(metadata: AttentionMetadata, places: StatePlaces, row_size: int) -> tuple[int, ...]:
     """Return the values of ``PLACE_FIELDS``, which are valid while the arguments exist."""
+    return (*sequence_values(metadata), *layer_values(places, row_size).values())
+
+
+def sequence_values(metadata: AttentionMetadata) -> tuple[int, ...]:
+    """Return the values of ``SEQUENCE_FIELDS``, which are valid while the argument exists."""
     tables = metadata.block_tables
-    sequences = (metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr(), *tables.shape[1:])
-    where = (places.addresses.ctypes.data, places.frames.ctypes.data, *places[2:])
-    return (tables.data_ptr(), *sequences, *where, row_size)
+    lengths = (metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr())
+    return (tables.data_ptr(), *lengths, *tables.shape[1:])
+
+
+def layer_values(places: StatePlaces, row_size: int) -> dict[str, int]:
+    """Return the arguments that depend on the layer alone, which are valid while ``places`` exists."""
+    where = (places.addresses.ctypes.data, places.frames.ctypes.data, *places[2:], row_size)
+    return dict(zip(_LAYER_FIELDS, where, strict=True))
 
 
 def run(kernel: Any, fields: tuple[str, ...], values: tuple[int, ...]) -> None:

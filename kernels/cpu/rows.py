@@ -232,7 +232,8 @@ _FIELDS = (
     *("num_rows", "length", "input_stride", "gate_stride", "num_weight_rows"),
     *("norm", "activation", "gate_activation", "is_gated_first"),
 )
-_ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("epsilon", np.float64)])
+ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("epsilon", np.float64)])
+"""The arguments of a kernel that normalizes rows; see ``norm``."""
 _PACKED = Struct(f"{len(_FIELDS)}qd")
 
 
@@ -312,8 +313,8 @@ def _run(
     sizes = (rows.shape[0], length, rows.stride(0), gates.stride(0), num_weight_rows)
     of_gate = (Activation.NONE, False) if gate is None else gate[1:]
     arguments = _PACKED.pack(*addresses, *sizes, kind, function, *of_gate, epsilon)
-    kernel = _kernel(storage, storage if gate is None else STORAGE[gate.values.dtype])
-    threads.run(kernel.address, arguments, num_threads)
+    address = kernel(storage, storage if gate is None else STORAGE[gate.values.dtype]).address
+    threads.run(address, arguments, num_threads)
     return outputs
 
 
@@ -324,10 +325,10 @@ def _as_rows(values: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @cache
-def _kernel(storage: Any, gate_storage: Any) -> Any:
+def kernel(storage: Any, gate_storage: Any) -> Any:
     """Compile the function that each thread runs: it takes the next row until none is left."""
 
-    def kernel(arguments: Any) -> None:
+    def compute_rows(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         length, gates = args.length, np.empty(args.length, np.float32)
         gate, row = np.int64(gates.ctypes.data), np.int64(-1)
@@ -356,5 +357,5 @@ def _kernel(storage: Any, gate_storage: Any) -> Any:
                 )
             activate(args.activation, outputs, length, storage)
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    signature = types.void(types.CPointer(from_dtype(ARGUMENTS)))
+    return compile_kernel(signature, compute_rows, error_model="numpy")

@@ -49,8 +49,17 @@ from quire.kernels.cpu.products.packed_product import (
 )
 from quire.kernels.cpu.rows import Activation, activate, narrow
 from quire.kernels.cpu.step_latents import absorb, expand
-from quire.kernels.cpu.step_parts import compute_unit, narrow_rows, normalize_row, rotate, wait
+from quire.kernels.cpu.step_parts import (
+    compute_unit,
+    copy,
+    narrow_rows,
+    normalize_row,
+    operands,
+    rotate,
+    wait,
+)
 from quire.kernels.cpu.step_records import COUNTERS_PER_LAYER, LAYER, STEP
+from quire.kernels.cpu.step_states import advance_states
 
 _NUM_LINEARS, _OUTPUT, _GATE, _DOWN = len(LINEARS), *map(LINEARS.index, ("output", "gate", "down"))
 _NOT_ADAPTED, _SIGMOID = -1, int(Activation.SIGMOID)
@@ -81,15 +90,6 @@ def _embed(args: Any, first: int, end: int, storage: Any, item_bytes: int, store
             added = carray(pointer(args.position_embedding + item_bytes * row * size, storage), (size,))
             for i in range(size):
                 x[i] = narrow(x[i] + widen(added[i]), storage)
-
-
-@exact
-def _operands(args: Any, rows: int, stored: Any) -> int:
-    """Return the address of the inputs of a linear layer, which are the float32 ``rows`` or made of them."""
-    if input_form(stored) == FLOATS:
-        return rows
-    operands: int = args.operands
-    return operands
 
 
 @exact
@@ -321,7 +321,7 @@ def _run_gate(
             break
         unit, first = program % layer.gate.num_units, program // layer.gate.num_units * ROWS
         num_rows = min(ROWS, args.num_tokens - first)
-        inputs = _operands(args, args.normed, stored) + first * input_stride
+        inputs = operands(args, args.normed, stored) + first * input_stride
         gates_at = np.int64(gates.ctypes.data)
         compute_unit(layer.gate, unit, inputs, input_stride, gates_at, UNIT, num_rows, storage, item_bytes)
         adapted, rows = args.adapted, (first, num_rows)
@@ -429,7 +429,7 @@ def _compute_logits(
         if args.final_norm.kind != 0:
             normalize_row(args.final_norm, row_at, output_at, size, storage)
         else:
-            _copy(row_at, output_at, size)
+            copy(row_at, output_at, size)
         _encode_rows(args, args.normed, size, row, row + 1, stored)
     wait(args, num_threads, phase)
     _run_linear(
@@ -439,7 +439,7 @@ def _compute_logits(
         args.adapted,
         _NOT_ADAPTED,
         args.counters + 8 * COUNTERS_PER_LAYER * args.num_layers,
-        _operands(args, args.normed, stored),
+        operands(args, args.normed, stored),
         row_bytes(size, stored),
         args.logits,
         args.logits_stride,
@@ -450,14 +450,6 @@ def _compute_logits(
 
 
 @exact
-def _copy(source: int, target: int, length: int) -> None:
-    values = carray(pointer(source, np.float32), (length,))
-    copies = carray(pointer(target, np.float32), (length,))
-    for i in range(length):
-        copies[i] = values[i]
-
-
-@exact
 def _keep_rows(args: Any, kept: Any, attended_size: int, first: int, end: int) -> None:
     """Copy the rows of the tokens that later phases compute."""
     keep_apart()
@@ -465,8 +457,8 @@ def _keep_rows(args: Any, kept: Any, attended_size: int, first: int, end: int) -
     size = args.hidden_size
     for index in range(first, end):
         row = rows[index]
-        _copy(args.hidden + 4 * row * size, kept.hidden + 4 * index * size, size)
-        _copy(
+        copy(args.hidden + 4 * row * size, kept.hidden + 4 * index * size, size)
+        copy(
             args.attended + 4 * row * attended_size, kept.attended + 4 * index * attended_size, attended_size
         )
 
@@ -567,7 +559,7 @@ def _project_added(
     for index in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
         row = rows[index]
         target = gathered + 4 * (row * length + own_column)
-        _copy(inputs + 4 * row * stride, target, linear.in_features)
+        copy(inputs + 4 * row * stride, target, linear.in_features)
     phase = wait(args, num_threads, phase)
     if thread == 0:
         come(exchange)
@@ -595,24 +587,27 @@ def _run_attention(
     size, attended_size = args.hidden_size, layer.output.in_features
     counters = args.counters + 8 * COUNTERS_PER_LAYER * index
     linears = _NUM_LINEARS * index
-    phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
-    _run_linear(
-        layer.query,
-        layer.key,
-        layer.value,
-        args.adapted,
-        linears,
-        counters,
-        _operands(args, args.normed, stored),
-        row_bytes(size, stored),
-        args.qkv,
-        args.qkv_stride,
-        args.num_tokens,
-        storage,
-        item_bytes,
-    )
-    phase = wait(args, num_threads, phase)
-    phase = _attend(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
+    if layer.states != 0:
+        phase = advance_states(args, layer, counters, thread, num_threads, phase, storage, item_bytes, stored)
+    else:
+        phase = _project(args, linears, _OUTPUT, args.normed, size, thread, num_threads, phase, storage)
+        _run_linear(
+            layer.query,
+            layer.key,
+            layer.value,
+            args.adapted,
+            linears,
+            counters,
+            operands(args, args.normed, stored),
+            row_bytes(size, stored),
+            args.qkv,
+            args.qkv_stride,
+            args.num_tokens,
+            storage,
+            item_bytes,
+        )
+        phase = wait(args, num_threads, phase)
+        phase = _attend(args, layer, counters, thread, num_threads, phase, storage, item_bytes)
     first, end = kept.num_tokens * thread // num_threads, kept.num_tokens * (thread + 1) // num_threads
     drops_rows = kept.hidden != args.hidden
     if drops_rows:
@@ -643,7 +638,7 @@ def _run_attention(
         layer.output_borders,
         layer.output_bias,
         counters + 8,
-        _operands(kept, kept.attended, stored),
+        operands(kept, kept.attended, stored),
         row_bytes(attended_size, stored),
         thread,
         num_threads,
@@ -702,7 +697,7 @@ def _run_mlp(
         layer.down_borders,
         layer.down_bias,
         counters + 24,
-        _operands(args, args.mlp, stored),
+        operands(args, args.mlp, stored),
         row_bytes(length, stored),
         thread,
         num_threads,

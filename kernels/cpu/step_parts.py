@@ -9,6 +9,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import arrive, call, call_for_int, exact, keep_apart, pointer, read_shared
 from quire.kernels.cpu.products.linear import UNIT, UnitCall
+from quire.kernels.cpu.products.packed_product import FLOATS, input_form
 from quire.kernels.cpu.rows import narrow, normalize
 
 _SPINS = 10_000
@@ -106,3 +107,20 @@ def narrow_rows(values: int, length: int, first: int, end: int, storage: Any) ->
     x = carray(pointer(values, np.float32), (end * length,))
     for i in range(first * length, end * length):
         x[i] = narrow(x[i], storage)
+
+
+@exact
+def operands(args: Any, rows: int, stored: Any) -> int:
+    """Return the address of the inputs of a linear layer, which are the float32 ``rows`` or made of them."""
+    if input_form(stored) == FLOATS:
+        return rows
+    operands: int = args.operands
+    return operands
+
+
+@exact
+def copy(source: int, target: int, length: int) -> None:
+    values = carray(pointer(source, np.float32), (length,))
+    copies = carray(pointer(target, np.float32), (length,))
+    for i in range(length):
+        copies[i] = values[i]

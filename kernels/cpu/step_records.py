@@ -37,6 +37,7 @@ LAYER = np.dtype(
         ("kv_scales", np.int64),
         ("slots", np.int64),
         ("attention", np.int64),
+        ("states", np.int64),
     ]
 )
 """A layer.
@@ -53,6 +54,34 @@ With latent attention "latent_dim" is not 0. "query" then computes the queries o
 expands to queries; "key" the latent and the key that is rotated; and "value", if there is one, a gate of each
 head. "key_heads" and "value_heads" have a weight for each head (see ``LatentExpansion``). If a rotation is
 interleaved, it rotates neighbors instead of both halves of its inputs.
+
+If "states" is not 0, it is the address of a ``STATE_LAYER``, which has the place of attention.
+"""
+
+PROJECTION = np.dtype([("linear", LINEAR), ("input_column", np.int64)])
+"""A linear layer of a layer with a state, and its first input if that is another one's output."""
+
+GATHERED = np.dtype([(name, np.int64) for name in ("values", "width", "runs", "num_runs")])
+"""Outputs of linear layers that are gathered as "values", with "width" for each token.
+
+They lie in "runs" of neighbors: int64 ``[num_runs, 2]``, the first column and the number of columns of each.
+"""
+
+STATE_LAYER = np.dtype(
+    [
+        *((name, GATHERED) for name in ("inputs", "steps", "gate")),
+        *((name, np.int64) for name in ("projections", "num_projections", "num_expansions")),
+        *((name, np.int64) for name in ("stride", "expanded_column", "slopes")),
+        *((name, np.int64) for name in ("convolution_kernel", "convolution")),
+        *((name, np.int64) for name in ("recurrence_kernel", "recurrence")),
+        *((name, np.int64) for name in ("norm_kernel", "norm")),
+    ]
+)
+"""What a layer with a state computes before its last linear layer.
+
+The outputs of its linear layers lie side by side, "stride" for each token, and those of its expansions from
+"expanded_column" on. "slopes" is the address of factors of the steps, or 0. Three kernels follow, at their
+addresses and with the addresses of their arguments.
 """
 
 _ADDRESSES = (
@@ -128,4 +157,4 @@ A program gets two of them. The second has only the tokens after which logits or
 computed. Only the first ``num_logits`` tokens get logits; ``normed`` ends with the hidden states of all.
 """
 
-COUNTERS_PER_LAYER = 7
+COUNTERS_PER_LAYER = 8

@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from quire.engine.model.compiled_step import find_recipe
+from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.step_recipe import NoRecipeError, read_recipe
 from quire.engine.weights.loader import LoadedModel, load_model
+from quire.kernels.cpu.products.integer_weight import quantize_to_integers
 from tests.testing.tiny_engine import run_mixed
 from tests.testing.tiny_models import make_random_model
 
 COVERED = [
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "arcee", "gemma2", "gemma3"),
-    *("gpt2", "opt", "glm4_moe_lite", "youtu"),
+    *("gpt2", "opt", "glm4_moe_lite", "youtu", "bamba", "qwen3_5_text"),
 ]
 WITH_MODULES = [
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"),
-    *("lfm2", "bamba", "qwen3_next", "qwen3_5_text", "deepseek_v3", "kimi_linear", "bailing_hybrid"),
+    *("lfm2", "qwen3_next", "deepseek_v3", "kimi_linear", "bailing_hybrid"),
 ]
 CPU = torch.device("cpu")
 
@@ -42,10 +44,21 @@ def test_little_is_left_to_modules(tiny_model: Callable[[str], Path]) -> None:
     recipe = load_model(str(tiny_model("qwen3_next")), "float32", CPU).recipe
     assert recipe is not None
     assert [each.is_gated for each in recipe.attentions] == [True]
+    assert len(recipe.states) == len(recipe.layers) - 1
     assert len(recipe.mlps) + sum(layer.shared is not None for layer in recipe.layers) == len(recipe.layers)
     recipe = load_model(str(tiny_model("lfm2")), "float32", CPU).recipe
     assert recipe is not None
     assert len(recipe.mlps) == len(recipe.layers)
+
+
+def test_states_stay_modules_if_their_weights_need_other_inputs(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(str(tiny_model("qwen3_5_text")), "float32", CPU)
+    layer = next(each for each in model.module.modules() if hasattr(each, "in_proj_qkv"))
+    layer.in_proj_z = PackedLinear(quantize_to_integers(layer.in_proj_z.weight))
+    recipe = find_recipe(model.module, model.heads, model.vocab_size, 512)
+    assert recipe is not None
+    assert not recipe.states
+    assert recipe.mlps
 
 
 def test_attention_that_reads_positions_is_left_to_its_module(tiny_model: Callable[[str], Path]) -> None:
@@ -83,7 +96,7 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
 
 def test_threads_do_not_change_the_bits(tiny_model: Callable[..., Path]) -> None:
     # A step of these sizes has enough work for several threads.
-    for architecture in ("llama", "youtu"):
+    for architecture in ("llama", "youtu", "qwen3_5_text", "kimi_linear"):
         folder = tiny_model(architecture, hidden_size=256, intermediate_size=704)
         check_threads(load_model(str(folder), "float32", CPU))
 
