@@ -58,7 +58,9 @@ def is_shared(model: LoadedModel) -> bool:
     ("dtype", "weight_dtype"),
     [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int4"), ("bfloat16", "w8a8")],
 )
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_oss", "deepseek_v3", "lfm2", "llama4"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "gpt_oss", "deepseek_v3", "lfm2", "llama4", "mixtral", "qwen3_5_text"]
+)
 def test_shared_weights_give_the_same_bits_as_a_models_own(
     tiny_model: Callable[[str], Path], file: WeightsFile, architecture: str, dtype: str, weight_dtype: str
 ) -> None:
