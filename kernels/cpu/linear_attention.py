@@ -77,6 +77,8 @@ _EPSILON = 1e-6
 """What transformers adds to the squared length of a query or a key."""
 _NUM_FACTORS = 3
 """The factors of a token that ``_set_factors`` computes; decays follow them."""
+_MOST_TOKENS = 32
+"""Tokens whose factors are computed together; with KDA those of a long prompt exceed the cache."""
 _FIXED, _SOFTPLUS = int(Decay.FIXED), int(Decay.SOFTPLUS)
 _FLOAT, _INT64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -365,18 +367,18 @@ def _advance_head(args: Any, sequence: int, head: int) -> None:
     first, num_new, start = new_tokens(args, sequence)
     key_dim, num_decays = args.key_dim, args.num_decays
     num_faded = key_dim if num_decays > 1 else 0
-    factors = np.empty((num_new, _NUM_FACTORS + num_decays + num_faded), np.float32)
+    factors = np.empty((_MOST_TOKENS, _NUM_FACTORS + num_decays + num_faded), np.float32)
     rows = np.empty((4, key_dim), np.int64)
     tile, zeros = np.empty((key_dim, _WIDTH), np.float32), np.zeros(args.row_size, np.float32)
     zeros_at = np.int64(zeros.ctypes.data)
     for i in range(key_dim):
         rows[3, i] = np.int64(tile[i].ctypes.data)
-    for t in range(num_new):
-        _set_factors(args, first + t, head, np.int64(factors[t].ctypes.data))
     t = 0
     while t < num_new:
         position = start + t
-        end = min(num_new, (position // args.block_size + 1) * args.block_size - start)
+        end = min(num_new, (position // args.block_size + 1) * args.block_size - start, t + _MOST_TOKENS)
+        for token in range(t, end):
+            _set_factors(args, first + token, head, np.int64(factors[token - t].ctypes.data))
         for i in range(key_dim):
             row = head * key_dim + i
             rows[1, i] = row_at(args, sequence, position, row)
@@ -386,7 +388,7 @@ def _advance_head(args: Any, sequence: int, head: int) -> None:
             elif position % args.block_size == 0:
                 rows[0, i] = row_at(args, sequence, position - 1, row)
         for column in range(0, args.row_size, _WIDTH):
-            _advance_columns(args, head, column, first + t, factors[t:end], rows)
+            _advance_columns(args, head, column, first + t, factors[: end - t], rows)
         t = end
     # Numba frees an array after the last use of its name.
     tile[0, 0] = zeros[0]
