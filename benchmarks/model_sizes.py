@@ -9,6 +9,7 @@ SIZES: Mapping[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -68,7 +69,10 @@ SIZES: Mapping[str, Any] = {
     "mamba_d_state": 16,
     "n_mamba_heads": 4,
 }
-"""Values of a configuration. An architecture ignores those that it does not have."""
+"""Values of a configuration. An architecture ignores those that it does not have.
+
+``num_hidden_layers`` is the fewest layers: an architecture has at least one of each of its kinds.
+"""
 
 SPEED_SIZES: Mapping[str, Any] = {
     **SIZES,
@@ -97,6 +101,9 @@ SPEED_SIZES: Mapping[str, Any] = {
     "mamba_d_state": 64,
 }
 """Values of larger models, with which most of a prompt's time is arithmetic."""
+
+PEER_SIZES: Mapping[str, Any] = {**SPEED_SIZES, "num_hidden_layers": 8, "max_position_embeddings": 1024}
+"""Values of models with more layers, for a comparison with engines whose steps have fixed costs."""
 
 PART_SIZES: Mapping[str, Any] = {
     **SIZES,

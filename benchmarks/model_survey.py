@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import cycle, islice, product
+from itertools import chain, cycle, islice, product, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -55,7 +55,7 @@ from quire.llm import SamplingParams as LlmSamplingParams
 from quire.sampling.params import SamplingParams
 from quire.settings.setting import SettingError
 
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS_PER_LAYER = 15_000_000
 PROMPT_TOKENS, NEW_TOKENS = 90, 24
 
 RANK_SIZES = {
@@ -119,7 +119,7 @@ def make_tiny_config(name: str, sizes: Mapping[str, Any] = SIZES) -> PreTrainedC
 def _values(default: PreTrainedConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration, or of a part of one, that differ from the default."""
     own = OVERRIDES.get(default.model_type, {})
-    values = {**sizes, **_layer_values(default)}
+    values = {**sizes, **_layer_values(default, sizes["num_hidden_layers"])}
     return {**{key: value for key, value in values.items() if _is_settable(default, key)}, **own}
 
 
@@ -133,7 +133,8 @@ def make_tiny_model(name: str, sizes: Mapping[str, Any] = SIZES) -> PreTrainedMo
     config = make_tiny_config(name, sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    if (size := sum(each.numel() for each in model.parameters())) > MAX_PARAMETERS:
+    most = MAX_PARAMETERS_PER_LAYER * sizes["num_hidden_layers"]
+    if (size := sum(each.numel() for each in model.parameters())) > most:
         raise NotTinyError(f"{size:,} parameters")
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -165,7 +166,7 @@ def _layer_types(config: Any) -> list[str]:
     return [*types, *(getattr(config, "mlp_layer_types", None) or ())]
 
 
-def _layer_values(default: PreTrainedConfig) -> dict[str, Any]:
+def _layer_values(default: PreTrainedConfig, fewest: int) -> dict[str, Any]:
     """Return values with which a configuration has each kind of layer, in as few layers as possible."""
     names = {field.name for field in fields(default)}
     lists = {
@@ -176,8 +177,13 @@ def _layer_values(default: PreTrainedConfig) -> dict[str, Any]:
         )
         if each in names
     }
-    count = max(2, *map(len, lists.values())) if lists else 2
-    values: dict[str, Any] = {key: list(islice(cycle(types), count)) for key, types in lists.items() if types}
+    count = max([fewest, *map(len, lists.values())])
+    # Kinds of attention take turns. MLPs do not: published models have a few dense ones before all others.
+    values: dict[str, Any] = {
+        key: list(islice(cycle(types) if key == "layer_types" else chain(types, repeat(types[-1])), count))
+        for key, types in lists.items()
+        if types
+    }
     if getattr(default, "sliding_window", None):
         values["sliding_window"] = WINDOW
     return values | dict.fromkeys(NUM_LAYERS, count)

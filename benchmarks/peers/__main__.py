@@ -4,6 +4,7 @@
     python -m quire.benchmarks.peers
     python -m quire.benchmarks.peers --models 7m --dtypes float32,w8a8 --workloads mixed,one-stream --rounds 5
     python -m quire.benchmarks.peers --sides quire,llama.cpp --gguf model.Q4_0.gguf
+    python -m quire.benchmarks.peers --sides quire,vllm --models gemma3_text,qwen3_moe
 
 Each side is a process that loads the model once, and is stopped (SIGSTOP) while it is another side's turn. A
 round runs a workload on each side in turn. Each round begins with another side. Before the first round, each
@@ -26,7 +27,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from quire.benchmarks.harness.options import OneOf
 from quire.benchmarks.harness.program import Report, program
-from quire.benchmarks.harness.random_llamas import CACHE, SIZES, random_llama
+from quire.benchmarks.harness.random_llamas import CACHE
 from quire.benchmarks.harness.rounds import medians, show_progress
 from quire.benchmarks.peers.environments import (
     MODULES,
@@ -35,6 +36,7 @@ from quire.benchmarks.peers.environments import (
     install,
     is_installed,
 )
+from quire.benchmarks.peers.models import MODELS_HELP, random_model
 from quire.benchmarks.peers.processes import Answer, SideFailedError, SideProcess
 from quire.benchmarks.peers.rounds import Comparison, ratios, report_all, run_rounds
 from quire.benchmarks.peers.sides.protocol import Dtype, Setup
@@ -47,7 +49,7 @@ class Options:
     """Options of the command line."""
 
     sides: Annotated[tuple[str, ...], OneOf(MODULES)] = tuple(MODULES)
-    models: Annotated[tuple[str, ...], OneOf(SIZES)] = ("7m", "100m")
+    models: Annotated[tuple[str, ...], MODELS_HELP] = ("7m", "100m")
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     gguf: Annotated[tuple[Path, ...], "GGUF files instead of models and dtypes"] = ()
     workloads: Annotated[tuple[str, ...], OneOf(WORKLOADS)] = tuple(WORKLOADS)
@@ -97,7 +99,7 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
     if options.gguf:
         path, vocab_size = Path(model), read_header(Path(model)).tensors["token_embd.weight"].shape[0]
     else:
-        path, vocab_size = random_llama(model, options.folder), SIZES[model]["vocab_size"]
+        path, vocab_size = random_model(model, options.folder)
     setup = setup_for(workloads, path, dtype, options.threads)
     rows, failures = [], []
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple
 
 from quire.benchmarks.harness.options import OneOf
 from quire.benchmarks.harness.program import Report, program
-from quire.benchmarks.harness.random_llamas import CACHE, SIZES, random_llama
+from quire.benchmarks.harness.random_llamas import CACHE
 from quire.benchmarks.harness.rounds import medians, show_progress
 from quire.benchmarks.peers.clients import (
     CHECK_PROMPT,
@@ -37,6 +37,7 @@ from quire.benchmarks.peers.clients import (
     http_sender,
     run_together,
 )
+from quire.benchmarks.peers.models import MODELS_HELP, random_model
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.rounds import Comparison, ratios, report_all, run_rounds
 from quire.benchmarks.peers.servers import Server, quire_server, vllm_server
@@ -78,7 +79,7 @@ class Options:
     """Options of the command line."""
 
     sides: Annotated[tuple[str, ...], OneOf(SIDES)] = tuple(SIDES)
-    models: Annotated[tuple[str, ...], OneOf(SIZES)] = ("7m", "100m")
+    models: Annotated[tuple[str, ...], MODELS_HELP] = ("7m", "100m")
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     workloads: Annotated[tuple[str, ...], OneOf(SERVED_WORKLOADS)] = SERVED_WORKLOADS
     rounds: int = 5
@@ -136,7 +137,7 @@ def start(name: str, setup: Setup, folder: Path) -> Server:
 def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
     """Start all servers with a model, run the workloads, and end the servers."""
     workloads = [WORKLOADS[name] for name in options.workloads]
-    path = random_llama(model, options.folder)
+    path, vocab_size = random_model(model, options.folder)
     setup = setup_for(workloads, path, dtype, len(os.sched_getaffinity(0)))
     rows, failures = [], []
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
             side: servers[SIDES[side].server] for side in options.sides if SIDES[side].server in servers
         }
         for workload in workloads if running else ():
-            found, reasons = measure(workload, running, SIZES[model]["vocab_size"], options.rounds)
+            found, reasons = measure(workload, running, vocab_size, options.rounds)
             rows += [{"model": model, "dtype": dtype, "workload": workload.name, **row} for row in found]
             failures += [
                 f"{side} cannot run {workload.name} of {model}: {why}" for side, why in reasons.items()

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
+from quire.benchmarks.model_sizes import SIZES
 from quire.benchmarks.peers import __main__ as peers
+from quire.benchmarks.peers import models
 from quire.benchmarks.peers.processes import Answer, SideFailedError
 from quire.benchmarks.peers.rounds import ratios
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
@@ -93,6 +95,26 @@ def test_ratios_are_of_the_same_round() -> None:
     own = [Figures(100.0, 4.0), Figures(300.0, 4.0), Figures(200.0, 4.0)]
     other = [Figures(50.0, 2.0), Figures(100.0, 0.0), Figures(400.0, 1.0)]
     assert ratios(own, other) == Figures(2.0, 2.0)
+
+
+def test_the_model_of_an_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "PEER_SIZES", {**SIZES, "num_hidden_layers": 4})
+    path, vocab_size = models.random_model("bailing_hybrid", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert config["vocab_size"] == vocab_size == 320
+    assert config["layer_types"] == ["linear_attention", "full_attention"] * 2
+    assert config["mlp_layer_types"] == ["dense", "sparse", "sparse", "sparse"]
+    assert (path / "tokenizer.json").exists()
+    written = (path / "model.safetensors").stat().st_mtime_ns
+    assert models.random_model("bailing_hybrid", tmp_path)[0] == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_a_model_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        peers.main(["--sides", "quire", "--models", "2b", "--folder", str(tmp_path)])
+    assert raised.value.code == 2
+    assert "There is no random model 2b" in capsys.readouterr().err
 
 
 @pytest.mark.slow
