@@ -102,8 +102,17 @@ SPEED_SIZES: Mapping[str, Any] = {
 }
 """Values of larger models, with which most of a prompt's time is arithmetic."""
 
-PEER_SIZES: Mapping[str, Any] = {**SPEED_SIZES, "num_hidden_layers": 8, "max_position_embeddings": 1024}
-"""Values of models with more layers, for a comparison with engines whose steps have fixed costs."""
+PEER_SIZES: Mapping[str, Any] = {
+    **SPEED_SIZES,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 1024,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+}
+"""Values of models for a comparison with other engines.
+
+Their steps have fixed costs, so there are more layers. vLLM's kernel has only published sizes of latents.
+"""
 
 PART_SIZES: Mapping[str, Any] = {
     **SIZES,
@@ -195,6 +204,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {**_FULL_HEADS, "q_lora_rank": None},
+    # vLLM always ties the output layer to the embeddings, as they are in the published models.
+    "lfm2": {"tie_word_embeddings": True},
     "lfm2_moe": {"num_dense_layers": 1},
     "longcat_flash": {**_FULL_HEADS, "moe_topk": 2, "zero_expert_num": 2},
     "mamba": {"intermediate_size": 128},
