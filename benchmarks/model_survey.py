@@ -149,6 +149,8 @@ def make_tiny_model(name: str, sizes: Mapping[str, Any] = SIZES) -> PreTrainedMo
 
 def _is_settable(config: PreTrainedConfig, name: str) -> bool:
     names = {field.name for field in fields(config)}
+    if name == "head_dim" and "qk_rope_head_dim" in names and name not in names:
+        return False  # Latent attention derives it from the size of what it rotates.
     return name in names or (hasattr(config, name) and not hasattr(type(config), name))
 
 
