@@ -532,6 +532,16 @@ def _num_weights(recipe: StepRecipe) -> int:
     return sum(each.in_features * each.out_features for each in _linears(recipe))
 
 
+def recipe_of(module: PreTrainedModel) -> StepRecipe:
+    """Return the recipe of a model; its layers with a state are modules if their weights need other inputs.
+
+    Raises:
+        NoRecipeError: some part of the model is not of a known shape.
+    """
+    recipe = read_recipe(module)
+    return recipe if _has_one_form(recipe) else recipe.without_states()
+
+
 def find_recipe(
     module: PreTrainedModel,
     heads: KvHeads,
@@ -544,9 +554,7 @@ def find_recipe(
     Otherwise log the reason and return None: the model then runs module by module.
     """
     try:
-        recipe = read_recipe(module)
-        if not _has_one_form(recipe):
-            recipe = recipe.without_states()
+        recipe = recipe_of(module)
         _check_heads(recipe, heads)
         if recipe.has_modules and collectives is not None:
             raise NoRecipeError("parts of its layers are modules, which divide themselves among ranks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -21,6 +22,7 @@ from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.loader import load_model
 from quire.engine.weights.quantization import Quantization, read_quantization
 from quire.engine.weights.sliced_weights import load_slices
+from quire.engine.weights.weights_file import WeightsFile
 from quire.llm import LLM, SamplingParams
 from quire.models.file_checks import ModelFileError
 from tests.testing.quantized_weights import (
@@ -32,7 +34,7 @@ from tests.testing.quantized_weights import (
     save_quantized,
     scaled,
 )
-from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run_in_order, run_mixed
 from tests.testing.tiny_models import make_random_model
 
 CPU = torch.device("cpu")
@@ -161,6 +163,21 @@ def test_the_engine_answers_as_with_the_plain_checkpoint(
     (line,) = [record.getMessage() for record in caplog.records if "dequantized" in record.getMessage()]
     assert method in line
     assert "MiB" in line
+
+
+def test_workers_share_weights_whose_layers_with_states_need_other_inputs(
+    tmp_path: Path, file: WeightsFile
+) -> None:
+    plain, activations = make_random_model("qwen3_5_text", tmp_path / "plain"), {"num_bits": 8, "type": "int"}
+    of_tokens = compressed(
+        "int-quantized", {"dynamic": True, "strategy": "token", **activations}, **activations
+    )
+    save_quantized(plain, tmp_path / "quantized", of_tokens, per_row(torch.int8), left_out="linear_attn")
+    for _ in range(2):
+        model = load_model(str(tmp_path / "quantized"), "float32", CPU, weights_file=file)
+        assert model.recipe is not None
+        assert not model.recipe.states
+        assert run_mixed(model, "auto") == run_mixed(dataclasses.replace(model, recipe=None), "auto")
 
 
 @pytest.mark.usefixtures("forked_ranks")
