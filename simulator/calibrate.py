@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from itertools import accumulate
 from random import Random
-from statistics import linear_regression, median
+from statistics import linear_regression, mean, median
 from typing import NamedTuple
 
 from quire.client import AsyncClient, ModelInfo
@@ -17,6 +18,8 @@ PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Numbers of sequences per decode worker at which step times are measured."""
 REPEATS = 5
+PAUSE_SECONDS = 0.1
+"""Time before a single prompt."""
 DECODE_TOKENS = 48
 SHARE_BATCH = 8
 """Sequences per decode worker beside which a prompt is measured."""
@@ -82,7 +85,7 @@ async def calibrate(
         longest = PROMPT_TOKENS[len(first_tokens) - 1]
         context_seconds = await probe.context_seconds(longest)
         on_step("work at the same time")
-        prefill_share, decode_share = await probe.shares(model, longest, first_tokens[-1][1])
+        prefill_share, decode_share = await probe.shares(model, longest)
         request_share = await probe.request_share(*first_tokens[0])
         handed = [await probe.send(DECODE_PROMPT_TOKENS * 2, 3) for _ in range(REPEATS)]
     overhead = overhead_of(first_tokens)
@@ -143,9 +146,13 @@ class _Probe:
         return _Timed(tuple(arrivals), block_bytes)
 
     async def first_token_seconds(self, num_tokens: int) -> float:
-        """Return the median time to the first token of prompts of ``num_tokens``, one after another."""
-        timed = [await self.send(num_tokens, 1) for _ in range(REPEATS)]
-        return median(each.arrivals[0] for each in timed)
+        """Return the median time to the first token of single prompts of ``num_tokens``."""
+        seconds: list[float] = []
+        for _ in range(REPEATS):
+            # A prompt right after another one finds the caches full, and is faster than one out of nowhere.
+            await asyncio.sleep(PAUSE_SECONDS)
+            seconds.append((await self.send(num_tokens, 1)).arrivals[0])
+        return median(seconds)
 
     async def context_seconds(self, longest: int) -> float:
         """Return the time that each further token of a prompt, up to ``longest``, adds to a step."""
@@ -175,33 +182,39 @@ class _Probe:
             shares.append(seconds / (REQUESTS_AT_ONCE * seconds_alone))
         return min(1.0, median(shares))
 
-    async def shares(self, model: ModelInfo, num_tokens: int, seconds_alone: float) -> tuple[float, float]:
+    async def shares(self, model: ModelInfo, num_tokens: int) -> tuple[float, float]:
         """Return the shares of the processors that a prompt's computation and a decode worker's steps use.
 
         They follow from the time that a prompt of ``num_tokens`` takes beside others, and beside sequences.
+        All are measured in turns, since the speed of a machine changes from one minute to the next.
         """
         num_prefill, num_decode = max(1, model.num_prefill_workers), model.num_decode_workers
+        together: list[float] = []
+        beside: list[float] = []
+        for _ in range(REPEATS):
+            alone = await self._prompts_seconds(1, num_tokens)
+            together.append(await self._prompts_seconds(num_prefill, num_tokens) / alone)
+            async with self._decoding(SHARE_BATCH * num_decode, model):
+                beside.append(await self._prompts_seconds(1, num_tokens) / alone)
+        return shares_of(median(together), num_prefill, median(beside), num_decode)
 
-        async def seconds(num_prompts: int) -> float:
-            timed: list[_Timed] = []
-            for _ in range(REPEATS):
-                timed += await asyncio.gather(*(self.send(num_tokens, 1) for _ in range(num_prompts)))
-            return median(each.arrivals[0] for each in timed)
+    async def _prompts_seconds(self, num_prompts: int, num_tokens: int) -> float:
+        """Return the mean time to the first tokens of prompts that are sent at once."""
+        timed = await asyncio.gather(*(self.send(num_tokens, 1) for _ in range(num_prompts)))
+        return mean(each.arrivals[0] for each in timed)
 
-        together = await seconds(num_prefill)
+    @asynccontextmanager
+    async def _decoding(self, num_sequences: int, model: ModelInfo) -> AsyncIterator[None]:
+        """Decode sequences until the context ends."""
         most = model.max_model_len - DECODE_PROMPT_TOKENS
-        sequences = [
-            asyncio.ensure_future(self.send(DECODE_PROMPT_TOKENS, most))
-            for _ in range(SHARE_BATCH * num_decode)
-        ]
+        sent = [asyncio.ensure_future(self.send(DECODE_PROMPT_TOKENS, most)) for _ in range(num_sequences)]
         try:
             await self.send(DECODE_PROMPT_TOKENS, 1)  # after the other prompts
-            beside = await seconds(1)
+            yield
         finally:
-            for each in sequences:
+            for each in sent:
                 each.cancel()
-            await asyncio.gather(*sequences, return_exceptions=True)
-        return shares_of(together / seconds_alone, num_prefill, beside / seconds_alone, num_decode)
+            await asyncio.gather(*sent, return_exceptions=True)
 
 
 def shares_of(together: float, num_prefill: int, beside: float, num_decode: int) -> tuple[float, float]:
