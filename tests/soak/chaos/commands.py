@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from quire.models.source import demo_model_path
 from quire.rpc.tls import TlsFiles
+from tests.testing.tiny_models import make_random_model
 
-Variant = Literal["plain", "int8", "tiers", "speculation", "tls", "messages", "nixl"]
+Variant = Literal["plain", "int8", "tiers", "speculation", "states", "tls", "messages", "nixl"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 GRACE_SECONDS = 10
@@ -54,9 +58,23 @@ def worker_command(
         command += ["--kv-cache-dtype", "int8"]
     if variant == "tiers":
         command += ["--host-cache", HOST_CACHE, "--disk-cache", f"{folder / name}:{DISK_CACHE}"]
+    if variant == "states":
+        command.append(str(states_model(folder / "model")))
     if variant == "speculation" and role == "decode":
         command += ["--speculation", "ngram"]
     return command
+
+
+def states_model(folder: Path) -> Path:
+    """Make a model with states, attention, experts and the demo's tokens in a folder, if it is not there."""
+    if not folder.exists():
+        demo = demo_model_path()
+        sizes = json.loads((demo / "config.json").read_text())
+        names = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
+        make_random_model("qwen3_next", folder, **{name: sizes[name] for name in names})
+        for path in demo.glob("*token*"):
+            shutil.copy(path, folder)
+    return folder
 
 
 def _common(ports: Ports, certificate: TlsFiles | None) -> list[str]:
