@@ -258,7 +258,9 @@ class _Reader:
 
     def _llama_layer(self, layer: Any, rotation: int | None) -> LayerRecipe:
         has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
-        mlp = _first(layer, "block_sparse_moe", "feed_forward", "mlp")
+        mlp = _first(layer, "block_sparse_moe", "feed_forward", "shared_mlp", "mlp")
+        if getattr(layer, "shared_mlp", None) not in (None, mlp):
+            mlp = SharedMlp(mlp, layer.shared_mlp)
         mixer = _first(layer, "linear_attn", "mamba", "conv", "self_attn")
         return LayerRecipe(
             attention_norm=self._take(_first(layer, "operator_norm", "input_layernorm"), RowNorm),
@@ -372,17 +374,16 @@ class _Reader:
             # LFM2 has no module for its activation.
             gate, up, down = (self._take(_child(mlp, name), PackedLinear) for name in ("w1", "w3", "w2"))
             return MlpRecipe(gate, up, 0, gate.out_features, KernelActivation(Activation.SILU), down)
-        activation = self._take(
-            _child(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn"), KernelActivation
-        )
-        down = self._take(_child(mlp, "down_proj"), PackedLinear)
-        if hasattr(mlp, "gate_up_proj"):
-            both = self._take(mlp.gate_up_proj, PackedLinear)
+        names = ("act_fn" if hasattr(mlp, "act_fn") else "activation_fn", "down_proj", "gate_up_proj")
+        if hasattr(mlp, "input_linear"):  # Granite
+            names = ("activation", "output_linear", "input_linear")
+        activation = self._take(_child(mlp, names[0]), KernelActivation)
+        down = self._take(_child(mlp, names[1]), PackedLinear)
+        if hasattr(mlp, names[2]):
+            both = self._take(getattr(mlp, names[2]), PackedLinear)
             size = both.out_features // 2
             if size % UNIT:
-                raise NoRecipeError(
-                    f"half of gate_up_proj has {size} outputs, which is no multiple of {UNIT}"
-                )
+                raise NoRecipeError(f"half of {names[2]} has {size} outputs, which is no multiple of {UNIT}")
             return MlpRecipe(both, both, size, size, activation, down)
         up = self._take(_child(mlp, "up_proj"), PackedLinear)
         if not hasattr(mlp, "gate_proj"):
@@ -518,6 +519,19 @@ def _number(attention: Any) -> int:
     if len(numbers) != 1:
         raise NoRecipeError(f"{type(attention).__name__} calls attention {len(numbers)} times")
     return numbers[0]
+
+
+class SharedMlp(torch.nn.Module):
+    """Experts, and the one of all tokens that a layer of Granite has beside their module."""
+
+    def __init__(self, experts: torch.nn.Module, shared_expert: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts, self.shared_expert = experts, shared_expert
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both for ``[1, num_tokens, hidden_size]``."""
+        total: torch.Tensor = self.experts(inputs) + self.shared_expert(inputs)
+        return total
 
 
 def shared_expert(mlp: torch.nn.Module) -> torch.nn.Module | None:

@@ -24,7 +24,7 @@ COVERED = [
 ]
 WITH_MODULES = [
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"),
-    *("lfm2", "qwen3_next", "deepseek_v3", "kimi_linear", "bailing_hybrid"),
+    *("lfm2", "qwen3_next", "deepseek_v3", "kimi_linear", "bailing_hybrid", "granitemoehybrid"),
 ]
 CPU = torch.device("cpu")
 
@@ -49,6 +49,14 @@ def test_little_is_left_to_modules(tiny_model: Callable[[str], Path]) -> None:
     recipe = load_model(str(tiny_model("lfm2")), "float32", CPU).recipe
     assert recipe is not None
     assert len(recipe.mlps) == len(recipe.layers)
+
+
+def test_an_expert_of_all_tokens_may_lie_beside_the_others(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("granitemoehybrid", shared_intermediate_size=64, residual_multiplier=0.7)
+    model = load_model(str(folder), "bfloat16", CPU)
+    assert model.recipe is not None
+    assert all(layer.shared is not None for layer in model.recipe.layers)
+    assert run_mixed(model, "auto") == run_mixed(replace(model, recipe=None), "auto")
 
 
 def test_states_stay_modules_if_their_weights_need_other_inputs(tiny_model: Callable[[str], Path]) -> None:
