@@ -77,8 +77,9 @@ class StateLayers:
         for part, address in zip(_PARTS, (inputs, steps, gate), strict=True):
             self._layers[part]["values"] = address
         self._convolutions["inputs"], self._convolutions["mixed"] = inputs, mixed
-        for name, address in (("mixed", mixed), ("steps", steps), ("outputs", advanced)):
-            self._recurrences[name] = address
+        self._recurrences["mixed"] = np.where(self._layers["convolution"] == 0, inputs, mixed)
+        self._recurrences["steps"], self._recurrences["outputs"] = steps, advanced
+        self._layers["rounded"] = advanced
         for name, address in (("inputs", advanced), ("gates", gate), ("outputs", attended)):
             self._norms[name] = address
 
@@ -96,31 +97,31 @@ class StateLayers:
             runs = _runs(part)
             row[name]["runs"], row[name]["num_runs"] = self._hold(runs), len(runs)
             row[name]["width"] = len(part)
+        if recipe.parts.activation is not None:
+            row["activation"] = recipe.parts.activation.kind
         row["slopes"] = 0 if recipe.parts.slopes is None else recipe.parts.slopes.data_ptr()
 
     def _fill_recurrence(self, index: int, recipe: StateRecipe, counter: int) -> None:
         weights, places = recipe.parts.recurrence, self._states.places(recipe.number)
-        conv_places = weights.conv_places(places)
-        assert weights.taps is not None
-        assert weights.conv_bias is not None
-        convolution = {
-            "taps": weights.taps.data_ptr(),
-            "bias": weights.conv_bias.data_ptr(),
-            "num_taps": len(weights.taps),
-            "num_channels": len(recipe.columns[0]),
-            "next_task": counter,
-        }
         advance = {
             **dict(zip(linear_attention.CONSTANT_FIELDS, weights.constants, strict=True)),
             "num_channels": len(recipe.columns[0]),
             "num_steps": len(recipe.columns[1]),
             "next_task": counter + 8,
         }
+        kernels = [("recurrence", linear_attention, self._recurrences, advance, places)]
+        if weights.taps is not None and weights.conv_bias is not None:
+            convolution = {
+                "taps": weights.taps.data_ptr(),
+                "bias": weights.conv_bias.data_ptr(),
+                "num_taps": len(weights.taps),
+                "num_channels": len(recipe.columns[0]),
+                "next_task": counter,
+            }
+            conv_places = weights.conv_places(places)
+            kernels.append(("convolution", recurrence, self._convolutions, convolution, conv_places))
         row = self._layers[index]
-        for name, module, records, values, where in (
-            ("convolution", recurrence, self._convolutions, convolution, conv_places),
-            ("recurrence", linear_attention, self._recurrences, advance, places),
-        ):
+        for name, module, records, values, where in kernels:
             values |= recurrence.layer_values(where, weights.row_size)
             for field, value in values.items():
                 records[index][field] = value
@@ -131,7 +132,9 @@ class StateLayers:
         norm = recipe.parts.norm
         row = self._layers[index]
         row["norm"] = _addresses(self._norms)[index]
-        row["norm_kernel"] = rows.kernel(STORAGE[norm.dtype], STORAGE[torch.float32]).address
+        gate_dtype = norm.dtype if norm.rounds_inputs else torch.float32
+        row["norm_kernel"] = rows.kernel(STORAGE[norm.dtype], STORAGE[gate_dtype]).address
+        row["rounded_width"] = recipe.parts.recurrence.num_outputs if norm.rounds_inputs else 0
         values = {
             "weight": norm.weight.data_ptr(),
             "next_row": counter,

@@ -432,7 +432,6 @@ class CompiledStep:
             "value_offset": memory.layers[0].stride(1),
             "head_stride": memory.layers[0].stride(2),
             "kv_format": _KV_FORMATS.get(kv_dtype, 0),
-            "residual_scale": recipe.residual_scale,
         }
         if recipe.position_embedding is not None:
             values["position_embedding"] = self._hold(recipe.position_embedding)

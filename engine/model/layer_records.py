@@ -31,6 +31,9 @@ def fill_layer(row: Any, layer: LayerRecipe) -> None:
     """Fill in all that does not depend on the memory, nor on modules."""
     for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
         row[name] = norm_record(getattr(layer, name))
+    row["attention_scale"], row["mlp_scale"] = layer.attention_scale, layer.mlp_scale
+    if layer.residual_scales is not None:
+        row["attention_norm"]["residual_scale"], row["mlp_norm"]["residual_scale"] = layer.residual_scales
     if isinstance(attention := layer.attention, AttentionRecipe):
         row["query_norm"], row["key_norm"] = (
             norm_record(attention.query_norm),
@@ -105,9 +108,9 @@ def first_column(head: PackedLinear) -> int:
     return head.first_column if isinstance(head, DividedHead) else 0
 
 
-def norm_record(norm: RowNorm | None) -> tuple[int, int, int, float]:
+def norm_record(norm: RowNorm | None) -> tuple[int, int, int, float, float]:
     """Return the values of a norm's record; zeros if there is no norm."""
     if norm is None:
-        return 0, 0, 0, 0.0
+        return 0, 0, 0, 0.0, 0.0
     bias = 0 if norm.bias32 is None else norm.bias32.data_ptr()
-    return norm.weight32.data_ptr(), bias, int(norm.kind), norm.epsilon
+    return norm.weight32.data_ptr(), bias, int(norm.kind), norm.epsilon, 0.0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.engine.model.layers.row_layers import KernelActivation
 from quire.engine.model.layers.state_layers import StateParts
 from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.products.packed_product import FLOATS, form_of_inputs
@@ -54,7 +55,7 @@ def first_columns(linears: tuple[PackedLinear, ...]) -> list[int]:
 def read_states(layer: Any) -> StateRecipe | None:
     """Return the recipe of a layer with a state; None if the program cannot compute it."""
     parts: StateParts | None = getattr(layer, "parts", None)
-    if parts is None:
+    if parts is None or not isinstance(parts.activation, KernelActivation | None):
         return None
     names = *parts.projections, *(name for name, _ in parts.expansions), parts.output
     linears = tuple(attrgetter(name)(layer) for name in names)

@@ -114,6 +114,9 @@ class LayerRecipe:
         attention: a module if it has another shape, or is something else.
         mlp: a module if it has experts.
         shared: the expert of all tokens, which the program computes for this module; None if there is none.
+        attention_scale, mlp_scale: factors of what they add to the residual stream.
+        residual_scales: with these factors, the results of ``attention_norm`` and ``mlp_norm`` replace the
+            residual stream; None if it stays as it is.
     """
 
     attention_norm: RowNorm
@@ -123,6 +126,9 @@ class LayerRecipe:
     mlp: MlpRecipe | torch.nn.Module
     after_mlp_norm: RowNorm | None
     shared: MlpRecipe | None = None
+    attention_scale: float = 1.0
+    mlp_scale: float = 1.0
+    residual_scales: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,6 @@ class StepRecipe:
         embedding: ``[vocab_size, hidden_size]``, or the packed output layer's weight.
         position_embedding: ``[num_positions + position_offset, hidden_size]``; None if there is none.
         rotations: the different rotations of the layers.
-        residual_scale: factor of each layer's contribution to the residual stream.
         final_norm: None if there is none.
         finish: function of the logits, such as a soft cap.
     """
@@ -144,7 +149,6 @@ class StepRecipe:
     position_offset: int
     layers: tuple[LayerRecipe, ...]
     rotations: tuple[Rotation, ...]
-    residual_scale: float
     final_norm: RowNorm | None
     head: PackedLinear
     finish: Callable[[torch.Tensor], torch.Tensor] | None
@@ -250,7 +254,6 @@ class _Reader:
             position_offset=0,
             layers=tuple(layers),
             rotations=tuple(self._rotation(rotary, name) for name in rotation_names),
-            residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
             final_norm=self._take(_first(base, "final_layernorm", "embedding_norm", "norm"), RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
             finish=_finish(config),
@@ -262,6 +265,7 @@ class _Reader:
         if getattr(layer, "shared_mlp", None) not in (None, mlp):
             mlp = SharedMlp(mlp, layer.shared_mlp)
         mixer = _first(layer, "linear_attn", "mamba", "conv", "self_attn")
+        scale = float(getattr(layer, "residual_multiplier", 1.0))
         return LayerRecipe(
             attention_norm=self._take(_first(layer, "operator_norm", "input_layernorm"), RowNorm),
             attention=self._llama_attention(mixer, rotation),
@@ -281,6 +285,13 @@ class _Reader:
             mlp=self._llama_mlp(mlp),
             after_mlp_norm=self._optional_norm(layer, "post_feedforward_layernorm"),
             shared=self._shared_expert(mlp),
+            attention_scale=float(getattr(layer, "attn_beta_factor", scale)),
+            mlp_scale=float(getattr(layer, "mlp_beta_factor", scale)),
+            residual_scales=(
+                (float(layer.attn_alpha_factor), float(layer.mlp_alpha_factor))
+                if hasattr(layer, "attn_alpha_factor")
+                else None
+            ),
         )
 
     def _llama_attention(
@@ -457,7 +468,6 @@ class _Reader:
             position_offset=offset,
             layers=tuple(layers),
             rotations=(),
-            residual_scale=1.0,
             final_norm=None if final_norm is None else self._take(final_norm, RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
             finish=None,

@@ -107,18 +107,24 @@ def _encode_rows(args: Any, rows: int, length: int, first: int, end: int, stored
 
 @exact
 def _normalize_rows(norm: Any, args: Any, first: int, end: int, storage: Any, stored: Any) -> None:
+    keep_apart()
     size = args.hidden_size
     for row in range(first, end):
         at = 4 * row * size
         normalize_row(norm, args.hidden + at, args.normed + at, size, storage)
+        if norm.residual_scale != 0.0:
+            x = carray(pointer(args.hidden + at, np.float32), (size,))
+            normed = carray(pointer(args.normed + at, np.float32), (size,))
+            for i in range(size):
+                x[i] = narrow(normed[i] * np.float32(norm.residual_scale), storage)
     _encode_rows(args, args.normed, size, first, end, stored)
 
 
 @exact
 def _add_update(
-    args: Any, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any, stored: Any
+    args: Any, scale: float, after_norm: Any, next_norm: Any, first: int, end: int, storage: Any, stored: Any
 ) -> None:
-    """Add a layer's output to the residual stream, and normalize the sum for the next layer."""
+    """Add a layer's output with a factor to the residual stream, and normalize the sum for the next layer."""
     keep_apart()
     size, stride = args.hidden_size, args.update_stride
     for row in range(first, end):
@@ -127,9 +133,9 @@ def _add_update(
             normalize_row(after_norm, update_at, update_at, size, storage)
         x = carray(pointer(args.hidden + 4 * row * size, np.float32), (size,))
         update = carray(pointer(update_at, np.float32), (size,))
-        if args.residual_scale != 1.0:
+        if scale != 1.0:
             for i in range(size):
-                update[i] = narrow(update[i] * np.float32(args.residual_scale), storage)
+                update[i] = narrow(update[i] * np.float32(scale), storage)
         for i in range(size):
             x[i] = narrow(x[i] + update[i], storage)
     if next_norm.kind != 0:
@@ -647,7 +653,8 @@ def _run_attention(
         storage,
         item_bytes,
     )
-    _add_update(kept, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
+    scale = layer.attention_scale
+    _add_update(kept, scale, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
     return phase, round_number
 
 
@@ -717,14 +724,15 @@ def _begin(
     keep_apart()
     at = args.first_layer
     if args.begins_with_mlp:
-        layer = layers[at]
-        _add_update(args, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
+        layer, scale = layers[at], layers[at].attention_scale
+        _add_update(args, scale, layer.after_attention_norm, layer.mlp_norm, first, end, storage, stored)
     elif at == 0:
         _embed(args, first, end, storage, item_bytes, head_stored)
         _normalize_rows(layers[0].attention_norm, args, first, end, storage, stored)
     else:
         next_norm = args.no_norm if at == args.num_layers else layers[at].attention_norm
-        _add_update(args, layers[at - 1].after_mlp_norm, next_norm, first, end, storage, stored)
+        layer, scale = layers[at - 1], layers[at - 1].mlp_scale
+        _add_update(args, scale, layer.after_mlp_norm, next_norm, first, end, storage, stored)
 
 
 @exact
@@ -775,7 +783,7 @@ def _run_step(args: Any, kept: Any, storage: Any, item_bytes: int, stored: Any, 
         if layer.has_experts:
             return
         next_norm = args.no_norm if is_last else layers[index + 1].attention_norm
-        _add_update(args, layer.after_mlp_norm, next_norm, first, end, storage, stored)
+        _add_update(args, layer.mlp_scale, layer.after_mlp_norm, next_norm, first, end, storage, stored)
     phase = wait(args, num_threads, phase)
     _compute_logits(args, thread, num_threads, phase, storage, item_bytes, head_stored)
 

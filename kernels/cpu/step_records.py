@@ -6,8 +6,17 @@ import numpy as np
 
 from quire.kernels.cpu.products.low_rank import ADAPTED
 
-NORM = np.dtype([("weight", np.int64), ("bias", np.int64), ("kind", np.int64), ("epsilon", np.float64)])
-"""A norm: addresses of float32 values, and a ``rows.Norm``."""
+NORM = np.dtype(
+    [
+        *((name, np.int64) for name in ("weight", "bias", "kind")),
+        ("epsilon", np.float64),
+        ("residual_scale", np.float64),
+    ]
+)
+"""A norm: addresses of float32 values, and a ``rows.Norm``.
+
+If "residual_scale" is not 0, the result with this factor replaces the residual stream.
+"""
 
 LINEAR = np.dtype(
     [(name, np.int64) for name in ("multiply", "weight", "bias", "in_features", "num_segments", "num_units")]
@@ -26,7 +35,7 @@ LAYER = np.dtype(
         *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
         ("has_experts", np.int64),
-        ("query_scale", np.float64),
+        *((name, np.float64) for name in ("query_scale", "attention_scale", "mlp_scale")),
         ("query_stride", np.int64),
         ("latent_dim", np.int64),
         ("is_interleaved", np.int64),
@@ -71,7 +80,8 @@ STATE_LAYER = np.dtype(
     [
         *((name, GATHERED) for name in ("inputs", "steps", "gate")),
         *((name, np.int64) for name in ("projections", "num_projections", "num_expansions")),
-        *((name, np.int64) for name in ("stride", "expanded_column", "slopes")),
+        *((name, np.int64) for name in ("stride", "expanded_column", "slopes", "activation")),
+        *((name, np.int64) for name in ("rounded", "rounded_width")),
         *((name, np.int64) for name in ("convolution_kernel", "convolution")),
         *((name, np.int64) for name in ("recurrence_kernel", "recurrence")),
         *((name, np.int64) for name in ("norm_kernel", "norm")),
@@ -80,8 +90,10 @@ STATE_LAYER = np.dtype(
 """What a layer with a state computes before its last linear layer.
 
 The outputs of its linear layers lie side by side, "stride" for each token, and those of its expansions from
-"expanded_column" on. "slopes" is the address of factors of the steps, or 0. Three kernels follow, at their
-addresses and with the addresses of their arguments.
+"expanded_column" on. "slopes" is the address of factors of the steps, or 0. "activation" is that of the
+inputs. Three kernels follow, at their addresses and with the addresses of their arguments. Without a
+convolution its addresses are 0. Unless "rounded_width" is 0, it is the number of the recurrence's outputs for
+a token, which lie at "rounded" and are rounded to the model's dtype.
 """
 
 _ADDRESSES = (
@@ -141,7 +153,6 @@ STEP = np.dtype(
     [
         *((name, np.int64) for name in _ADDRESSES + _INTEGERS),
         ("embedding_scale", np.float64),
-        ("residual_scale", np.float64),
         ("scale_per_magnitude", np.float64),
         ("final_norm", NORM),
         ("no_norm", NORM),

@@ -10,7 +10,8 @@ from numba import carray  # type: ignore[attr-defined]
 from quire.kernels.cpu.intrinsics import call, exact, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.products.linear import ROWS, UNIT
 from quire.kernels.cpu.products.packed_product import row_bytes
-from quire.kernels.cpu.step_parts import compute_unit, copy, operands, wait
+from quire.kernels.cpu.rows import activate
+from quire.kernels.cpu.step_parts import compute_unit, copy, narrow_rows, operands, wait
 from quire.kernels.cpu.step_records import PROJECTION, STATE_LAYER
 
 
@@ -94,12 +95,19 @@ def advance_states(
         phase = wait(args, num_threads, phase)
     first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
     _gather(args, states, states.inputs, 0, first, end)
+    width = states.inputs.width
+    inputs_at = states.inputs.values + 4 * first * width
+    activate(states.activation, inputs_at, (end - first) * width, storage)
     _gather(args, states, states.steps, states.slopes, first, end)
     _gather(args, states, states.gate, 0, first, end)
     phase = wait(args, num_threads, phase)
-    call(states.convolution_kernel, (states.convolution,))
-    phase = wait(args, num_threads, phase)
+    if states.convolution != 0:
+        call(states.convolution_kernel, (states.convolution,))
+        phase = wait(args, num_threads, phase)
     call(states.recurrence_kernel, (states.recurrence,))
     phase = wait(args, num_threads, phase)
+    if item_bytes < 4 and states.rounded_width != 0:
+        narrow_rows(states.rounded, states.rounded_width, first, end, storage)
+        phase = wait(args, num_threads, phase)
     call(states.norm_kernel, (states.norm,))
     return wait(args, num_threads, phase)  # type: ignore[no-any-return]

@@ -24,7 +24,8 @@ COVERED = [
 ]
 WITH_MODULES = [
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "phimoe"),
-    *("lfm2", "qwen3_next", "deepseek_v3", "kimi_linear", "bailing_hybrid", "granitemoehybrid"),
+    *("lfm2", "qwen3_next", "deepseek_v3", "kimi_linear", "bailing_hybrid"),
+    *("granitemoehybrid", "minimax"),
 ]
 CPU = torch.device("cpu")
 

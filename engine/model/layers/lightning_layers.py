@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from quire.engine.model.layers.state_layers import kept_weights
-from quire.kernels.cpu import rows
+from quire.engine.model.layers.state_layers import GatedNorm, StateParts, checked, run_parts
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
-from quire.kernels.cpu.rows import Activation, Gate
+from quire.kernels.cpu.rows import Activation
+from quire.kernels.torch_functions import without_replacements
 
 
+@without_replacements
 def run_lightning_attention(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Run a layer like ``MiniMaxLightningAttention``; see ``run_mamba``."""
-    by_head = layer.act_fn(layer.qkv_proj(hidden_states)).float()
-    parts = by_head.unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim)).transpose(2, 3)
-    inputs, no_steps = parts.flatten(2), by_head[..., :0]
-    output = attend(inputs, no_steps, inputs, recurrence=kept_weights(layer, _weights))
-    norm, gate = layer.norm, Gate(layer.output_gate(hidden_states), Activation.SIGMOID)
-    output = output.to(hidden_states.dtype)
-    return layer.out_proj(rows.norm(output, norm.kind, norm.weight32, None, norm.epsilon, gate=gate)), None
+    """Run a layer like ``MiniMaxLightningAttention``; see ``run_parts``."""
+    return run_parts(layer, attend, hidden_states, _parts), None
+
+
+def _parts(layer: Any, dtype: torch.dtype) -> StateParts:
+    weight, epsilon = layer.norm.weight32, layer.norm.epsilon
+    return StateParts(
+        projections=("qkv_proj", "output_gate"),
+        expansions=(),
+        divide=partial(_divide, layer),
+        slopes=None,
+        recurrence=checked(_weights(layer)),
+        norm=GatedNorm(
+            weight, epsilon, len(weight), dtype, False, activation=Activation.SIGMOID, rounds_inputs=True
+        ),
+        output="out_proj",
+        activation=layer.act_fn,
+    )
+
+
+def _divide(layer: Any, outputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    by_head = outputs[0].unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim))
+    return [by_head.transpose(2, 3).flatten(2)], [outputs[0][..., :0]], [outputs[1]]
 
 
 def _weights(layer: Any) -> LinearAttention:

@@ -73,6 +73,7 @@ class GatedNorm(NamedTuple):
         dtype: to which normalized values are rounded.
         is_gated_first: whether the norm comes after the gate.
         activation: that of the gate.
+        rounds_inputs: whether the values and the activated gate are rounded to ``dtype`` before.
     """
 
     weight: torch.Tensor
@@ -81,9 +82,12 @@ class GatedNorm(NamedTuple):
     dtype: torch.dtype
     is_gated_first: bool
     activation: Activation = Activation.SILU
+    rounds_inputs: bool = False
 
     def __call__(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return the result for float32 ``[..., size]`` and a gate of the same shape; all rows alike."""
+        if self.rounds_inputs:
+            output, gate = output.to(self.dtype), gate.to(self.dtype)
         groups, gates = (each.unflatten(-1, (-1, self.group_size)) for each in (output, gate))
         of_gate = Gate(gates, self.activation, self.is_gated_first)
         normed = rows.norm(groups, Norm.RMS, self.weight, None, self.epsilon, dtype=self.dtype, gate=of_gate)
@@ -103,6 +107,7 @@ class StateParts(NamedTuple):
         recurrence: the weights of the recurrence.
         norm: what follows the recurrence.
         output: the name of the last linear layer.
+        activation: what is applied to the inputs of the recurrence; None if there is none.
     """
 
     projections: tuple[str, ...]
@@ -112,6 +117,7 @@ class StateParts(NamedTuple):
     recurrence: LinearAttention
     norm: GatedNorm
     output: str
+    activation: torch.nn.Module | None = None
 
 
 def run_parts(
@@ -134,7 +140,10 @@ def run_parts(
     parts: StateParts = layer.parts
     outputs = [attrgetter(name)(layer)(hidden_states) for name in parts.projections]
     outputs += [attrgetter(name)(layer)(outputs[number]) for name, number in parts.expansions]
-    inputs, steps, gate = (torch.cat(each, dim=-1).float() for each in parts.divide(outputs))
+    inputs, steps, gate = (torch.cat(each, dim=-1) for each in parts.divide(outputs))
+    if parts.activation is not None:
+        inputs = parts.activation(inputs)
+    inputs, steps, gate = inputs.float(), steps.float(), gate.float()
     if parts.slopes is not None:
         steps = steps * parts.slopes
     output = parts.norm(attend(inputs, steps, inputs, recurrence=parts.recurrence), gate)
