@@ -149,7 +149,7 @@ class _Probe:
         """Return the median time to the first token of single prompts of ``num_tokens``."""
         seconds: list[float] = []
         for _ in range(REPEATS):
-            # A prompt right after another one finds the caches full, and is faster than one out of nowhere.
+            # A prompt right after another one is faster than one that comes to an idle cluster.
             await asyncio.sleep(PAUSE_SECONDS)
             seconds.append((await self.send(num_tokens, 1)).arrivals[0])
         return median(seconds)

@@ -385,16 +385,20 @@ class _Reader:
             # LFM2 has no module for its activation.
             gate, up, down = (self._take(_child(mlp, name), PackedLinear) for name in ("w1", "w3", "w2"))
             return MlpRecipe(gate, up, 0, gate.out_features, KernelActivation(Activation.SILU), down)
-        names = ("act_fn" if hasattr(mlp, "act_fn") else "activation_fn", "down_proj", "gate_up_proj")
+        act_fn, down_proj, gate_up_proj = "act_fn", "down_proj", "gate_up_proj"
         if hasattr(mlp, "input_linear"):  # Granite
-            names = ("activation", "output_linear", "input_linear")
-        activation = self._take(_child(mlp, names[0]), KernelActivation)
-        down = self._take(_child(mlp, names[1]), PackedLinear)
-        if hasattr(mlp, names[2]):
-            both = self._take(getattr(mlp, names[2]), PackedLinear)
+            act_fn, down_proj, gate_up_proj = "activation", "output_linear", "input_linear"
+        elif not hasattr(mlp, act_fn):
+            act_fn = "activation_fn"
+        activation = self._take(_child(mlp, act_fn), KernelActivation)
+        down = self._take(_child(mlp, down_proj), PackedLinear)
+        if hasattr(mlp, gate_up_proj):
+            both = self._take(getattr(mlp, gate_up_proj), PackedLinear)
             size = both.out_features // 2
             if size % UNIT:
-                raise NoRecipeError(f"half of {names[2]} has {size} outputs, which is no multiple of {UNIT}")
+                raise NoRecipeError(
+                    f"half of {gate_up_proj} has {size} outputs, which is no multiple of {UNIT}"
+                )
             return MlpRecipe(both, both, size, size, activation, down)
         up = self._take(_child(mlp, "up_proj"), PackedLinear)
         if not hasattr(mlp, "gate_proj"):
