@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class WorkerChoice:
         self._failed: set[str] = set()
         self._turn: Turn | None = None
         self._has_had_turn = False
+        self._beginning = asyncio.Lock()
+        """Held while the request waits for its turn; answers that continue separately share one."""
 
     def record_failure(self, worker: Worker) -> None:
         """Prefer other workers from now on, since a call to this one has failed."""
@@ -108,12 +111,13 @@ class WorkerChoice:
     async def _begin(self, num_tokens: int) -> None:
         """Wait for the request's turn, unless it had one."""
         turns, tenant = self.cluster.turns, self.scope.tenant
-        while not self._has_had_turn:
-            with suppress(TimeoutError):
-                self._turn = await turns.begin(
-                    tenant, self.weight, num_tokens, self.arrival, self.remaining_seconds()
-                )
-                self._has_had_turn = True
+        async with self._beginning:
+            while not self._has_had_turn:
+                with suppress(TimeoutError):
+                    self._turn = await turns.begin(
+                        tenant, self.weight, num_tokens, self.arrival, self.remaining_seconds()
+                    )
+                    self._has_had_turn = True
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
         workers = [worker for role in ROLES for worker in self._serving(role, group)]

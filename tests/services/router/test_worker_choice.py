@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from quire.services.router.execution.worker_choice import WorkerChoice
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.tenant_turns import TenantTurns
+from tests.testing.until import until
 
 BLOCK_SIZE = 16
 PROMPT = PlannedPrompt(160, [bytes([index]) * 16 for index in range(10)], {"p": 64})
@@ -34,26 +36,35 @@ def worker(name: str) -> Any:
     )
 
 
-async def test_only_the_first_attempt_counts_what_the_index_had_promised() -> None:
-    registry, workers = CollectorRegistry(), {"prefill": [worker("p")], "decode": [worker("d")]}
+def cluster_of(registry: CollectorRegistry, turns: TenantTurns) -> Any:
+    """Return a cluster with one worker of each role."""
+    workers = {"prefill": [worker("p")], "decode": [worker("d")]}
     for (each,) in workers.values():
         each.health.is_unhealthy = False
         each.load_of_others = SimpleNamespace(pending_tokens=0, resident_tokens=0, num_requests=0)
-    cluster: Any = Mock(
+    return Mock(
         clock=lambda: 0.0,
         metrics=RouterMetrics(registry),
         model=Mock(block_size=BLOCK_SIZE),
         planner=Planner(PolicyConfig(), Blocks(BLOCK_SIZE, 1024), lambda: 0.0, Random(0)),
         prefixes=Mock(look_up=AsyncMock(return_value=PROMPT)),
         queue=Mock(turn=AsyncMock()),
-        turns=TenantTurns(lambda: 2, lambda: 0.0),
+        turns=turns,
         workers=Mock(serving=workers.__getitem__),
     )
+
+
+def group_of(name: str, attempt: int = 0) -> AnswerGroup:
+    answers: list[Any] = [Mock(token_ids=[])]
+    return AnswerGroup("r", name, [0] * 160, SamplingParams(max_tokens=8), answers, attempt)
+
+
+async def test_only_the_first_attempt_counts_what_the_index_had_promised() -> None:
+    registry = CollectorRegistry()
+    cluster = cluster_of(registry, TenantTurns(lambda: 2, lambda: 0.0))
     choice = WorkerChoice(cluster, CacheScope("", ""), Mock(usage=pb.Usage()), 0.0, lambda: 10.0)
     for attempt in range(3):
-        answers: list[Any] = [Mock(token_ids=[])]
-        group = AnswerGroup("r", "r-0", [0] * 160, SamplingParams(max_tokens=8), answers, attempt)
-        assert (await choice.choose(group, None)).prefill is not None
+        assert (await choice.choose(group_of("r-0", attempt), None)).prefill is not None
     assert registry.get_sample_value("quire_prompt_tokens_predicted_total") == 64
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     decisions = [
@@ -62,3 +73,18 @@ async def test_only_the_first_attempt_counts_what_the_index_had_promised() -> No
         if sample.name == "quire_router_decision_total" and sample.labels["role"] == "prefill"
     ]
     assert sum(decisions) == 3
+
+
+async def test_answers_that_continue_separately_share_the_turn_of_their_request() -> None:
+    turns = TenantTurns(lambda: 2, lambda: 0.0)
+    others = [await turns.begin(tenant, 1, 160, 0.0, 10.0) for tenant in ("small", "large", "large")]
+    cluster, scope = cluster_of(CollectorRegistry(), turns), CacheScope("large", "")
+    choice = WorkerChoice(cluster, scope, Mock(usage=pb.Usage()), 0.0, lambda: 10.0)
+    choosing = [asyncio.ensure_future(choice.choose(group_of(name), None)) for name in ("r-0", "r-1")]
+    await until(lambda: turns.num_waiting_tokens("large") > 0)
+    for turn in others:
+        turn.end()
+    await asyncio.gather(*choosing)
+    await choice.aclose()
+    for _ in range(2):
+        await turns.begin("large", 1, 160, 0.0, 0.0)
