@@ -28,6 +28,8 @@ from typing import NamedTuple
 from quire.fairness.shares import ServedTokens
 
 CREDIT_SECONDS = 10.0
+WAKE_SECONDS = 1.0
+"""While requests wait, seconds between two looks at the time that requests under way have used since."""
 
 
 class _Waiting(NamedTuple):
@@ -59,6 +61,8 @@ class TenantTurns:
         self._waiting: dict[str, list[_Waiting]] = {}
         """The waiting requests of tenants that have some, in their order."""
         self._numbers = count()
+        self._timer: asyncio.TimerHandle | None = None
+        """Runs while requests wait."""
 
     async def begin(self, tenant: str, weight: int, num_tokens: int, due: float, seconds: float) -> Turn:
         """Return the turn of a request as soon as it may begin.
@@ -116,6 +120,13 @@ class TenantTurns:
                     self._under_way[tenant] += 1
             if not waiting:
                 del self._waiting[tenant]
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WAKE_SECONDS, self._wake_later)
+
+    def _wake_later(self) -> None:
+        self._timer = None
+        self._count_time()
+        self._wake()
 
     def _may_begin(self, tenant: str, num_waiting: int) -> bool:
         if self._used.lowest(but={tenant}) is None and self._under_way.keys() <= {tenant}:

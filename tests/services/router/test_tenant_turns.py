@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 
+from quire.services.router.workers import tenant_turns
 from quire.services.router.workers.tenant_turns import CREDIT_SECONDS, TenantTurns, Turn
+from tests.testing.until import until
 
 NUM_WORKERS = 2
 
@@ -154,6 +156,20 @@ async def test_a_tenant_that_always_has_a_request_leaves_others_their_share(weig
             await settle()
     assert used["large"] >= used["steady"] / weight - CREDIT_SECONDS
     assert used["steady"] > 100
+
+
+async def test_a_request_that_takes_long_keeps_others_waiting_only_until_it_has_used_as_much(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_turns, "WAKE_SECONDS", 0.0)
+    await requests.end("large")
+    requests.send("small")
+    await settle()
+    while requests.count("large"):
+        await requests.end("large")
+    requests.now += 2 * CREDIT_SECONDS
+    await until(lambda: requests.count("large") == NUM_WORKERS)
+    assert requests.count("small") == 1
 
 
 async def test_requests_of_a_tenant_begin_in_their_order(requests: Requests) -> None:
