@@ -8,6 +8,7 @@ all blocks before it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +49,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
                 int(fields["output_length"]),
                 tuple(fields["hash_ids"]),
             )
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if not math.isfinite(request.arrival_seconds):
+                raise ValueError("the time is not finite")
+        except (KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
             raise TraceError(
                 f"{path}:{number}: must have timestamp, input_length, output_length, hash_ids: {error!r}"
             ) from error

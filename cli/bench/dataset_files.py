@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -68,7 +69,7 @@ def read_burstgpt(path: Path) -> list[TraceRequest]:
     """Return the requests of a CSV file in the order of their arrival, without those that failed.
 
     Raises:
-        ValueError: a row lacks a column or a number.
+        ValueError: a row lacks a column or a number, or has one that is impossible.
     """
     requests = []
     with path.open(newline="", encoding="utf-8") as file:
@@ -77,6 +78,8 @@ def read_burstgpt(path: Path) -> list[TraceRequest]:
                 # By name, since the third published file has more columns in between.
                 arrival, asked = float(row["Timestamp"]), int(row["Request tokens"])
                 answered = int(row["Response tokens"])
+                if not (math.isfinite(arrival) and min(asked, answered) >= 0):
+                    raise ValueError("the time is not finite, or a number of tokens is negative")
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{path}:{number}: must have Timestamp, Request tokens, Response tokens: {error!r}"
@@ -95,7 +98,7 @@ def read_sharegpt(path: Path) -> list[tuple[str, str]]:
     try:
         conversations = [each["conversations"] for each in json.loads(path.read_text(encoding="utf-8"))]
         pairs = [_first_pair(turns) for turns in conversations]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: must be a list of objects with conversations: {error!r}") from error
     return [pair for pair in pairs if pair is not None]
 
@@ -103,7 +106,10 @@ def read_sharegpt(path: Path) -> list[tuple[str, str]]:
 def _first_pair(turns: list[dict[str, Any]]) -> tuple[str, str] | None:
     for question, reply in pairwise(turns):
         if (question["from"], reply["from"]) == ("human", "gpt"):
-            return question["value"], reply["value"]
+            texts = question["value"], reply["value"]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("a value is not text")
+            return texts
     return None
 
 

@@ -82,6 +82,10 @@ def test_burstgpt_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:
     path.write_text(BURSTGPT.replace("Request tokens", "Tokens"))
     with pytest.raises(ValueError, match=r"burst.csv:2: must have Timestamp, Request tokens"):
         read_burstgpt(path)
+    for wrong in ("nan,b,3,ChatGPT,20,5", "48,b,3,ChatGPT,-20,5"):
+        path.write_text(BURSTGPT + wrong)
+        with pytest.raises(ValueError, match=r"burst.csv:5: .* (not finite|negative)"):
+            read_burstgpt(path)
 
 
 def test_sharegpt_asks_the_first_question_of_each_conversation(
@@ -97,9 +101,11 @@ def test_sharegpt_asks_the_first_question_of_each_conversation(
     assert {sent.stopping.max_tokens for sent in fake_generation.requests} == {len("a long reply")}
     path.write_text("{}")
     assert read_sharegpt(path) == []
-    path.write_text('["text"]')
-    with pytest.raises(ValueError, match="must be a list of objects with conversations"):
-        read_sharegpt(path)
+    numbers = [{"from": who, "value": 5} for who in ("human", "gpt")]
+    for wrong in ('["text"]', "[" * 100_000, json.dumps([{"conversations": numbers}])):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="must be a list of objects with conversations"):
+            read_sharegpt(path)
 
 
 def test_a_step_of_an_agent_repeats_all_before_it(bench: Any, fake_generation: FakeGeneration) -> None:
