@@ -77,7 +77,7 @@ async def open_loop(requests: Iterable[BenchRequest], offsets: Sequence[float], 
             group.create_task(send_at(request, begin + offset))
 
 
-async def closed_loop(requests: Iterable[BenchRequest], concurrency: int, send: Send) -> None:
+async def closed_loop(requests: Sequence[BenchRequest], concurrency: int, send: Send) -> None:
     """Keep ``concurrency`` requests in flight until all are done."""
     waiting = iter(requests)
 
@@ -86,5 +86,5 @@ async def closed_loop(requests: Iterable[BenchRequest], concurrency: int, send: 
             await send(request, time.perf_counter())
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
+        for _ in range(min(concurrency, len(requests))):
             group.create_task(work())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +16,9 @@ from typer.testing import Result
 from quire.cli.bench.agents import agent_requests
 from quire.cli.bench.config import BenchConfig, Dataset
 from quire.cli.bench.dataset_files import read_burstgpt, read_sharegpt
+from quire.cli.bench.load import closed_loop
 from quire.cli.bench.summary import RequestRecord, summarize
+from quire.cli.bench.workload import BenchRequest
 from quire.client import ModelInfo
 from tests.testing.fake_generation import FakeGeneration
 
@@ -141,6 +144,16 @@ def test_goodput_counts_requests_that_keep_every_limit() -> None:
     assert (summary.good_requests_per_second, summary.attainment) == (0.5, 0.25)
     assert summarize(records, 2.0, {"ttft": 200.0}).attainment == 0.5
     assert summarize(records, 2.0).attainment is None
+
+
+async def test_more_concurrency_than_requests_delays_none_of_them() -> None:
+    num_tasks = []
+
+    async def send(request: BenchRequest, due_seconds: float) -> None:
+        num_tasks.append(len(asyncio.all_tasks()))
+
+    await closed_loop([BenchRequest("hello", {})] * 2, 1000, send)
+    assert num_tasks[0] == 3
 
 
 def test_two_routers_get_the_same_requests_in_turns(bench: Any, fake_generation: FakeGeneration) -> None:
