@@ -48,7 +48,7 @@ def serve(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except QuireError as error:
-        fail(describe(error, " or ".join(addresses)))
+        fail(describe(error, ",".join(addresses)))
     for each, summary in zip(addresses, summaries, strict=True):
         print_table(to_table(summary, each))
     line = to_json(summaries[0], config, *summaries[1:])

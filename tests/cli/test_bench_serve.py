@@ -88,7 +88,8 @@ def test_prompts_that_do_not_fit_are_a_usage_error(quire: Quire, fake_generation
     assert "exceed the model's 512 tokens" in result.stderr
 
 
-def test_no_server_is_an_error(quire: Quire) -> None:
-    result = quire("bench", "serve", "--address", "127.0.0.1:1")
+@pytest.mark.parametrize("compare", [[], ["--compare", "127.0.0.1:2"]])
+def test_no_server_is_an_error(quire: Quire, compare: list[str]) -> None:
+    result = quire("bench", "serve", "--address", "127.0.0.1:1", *compare)
     assert result.exit_code == 1
     assert "no server answers" in result.stderr
