@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -41,7 +42,7 @@ MAX_MEMORY = "512mb"
 """Limit on the data. Writes beyond it fail, since evictions would break prefixes apart."""
 
 
-class RedisNotStartedError(RuntimeError):
+class RedisNotStartedError(OSError):
     """No Redis could be started; the message says what was tried."""
 
 
@@ -161,7 +162,7 @@ class RedisProcess:
         settings = {
             "bind": self._host,
             "port": self.port,
-            "dir": self._folder.name,
+            "dir": json.dumps(self._folder.name, ensure_ascii=False),
             "save": '""',
             "appendonly": "no",
             "maxmemory": MAX_MEMORY,

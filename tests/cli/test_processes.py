@@ -25,6 +25,7 @@ from quire.services import worker_process
 from quire.services.local import stack as local_stack
 from quire.services.local.child_processes import end_of
 from quire.services.local.config import LocalStackConfig
+from quire.services.local.redis_process import RedisNotStartedError
 from quire.services.router import app, public_servers
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
@@ -229,6 +230,15 @@ def test_a_failed_start_is_reported_in_one_line(quire: Quire, monkeypatch: pytes
     monkeypatch.setattr(worker_process, "run_worker", run_worker)
     result = quire("decode")
     assert (result.exit_code, result.stderr) == (1, "error: cannot listen on 127.0.0.1:80\n")
+
+
+def test_a_stack_without_redis_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise RedisNotStartedError("no redis-server on PATH")
+
+    monkeypatch.setattr(local_stack, "run", run)
+    result = quire("serve")
+    assert (result.exit_code, result.stderr) == (1, "error: no redis-server on PATH\n")
 
 
 def test_the_secret_is_not_shown(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""A private Redis that does not start: it is tried again, and the error says what the server said."""
+"""The start of a private Redis: a server that ends is tried again, and the error says what it said."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,14 @@ def test_a_given_port_is_tried_once(tries: Path) -> None:
     with pytest.raises(RedisNotStartedError):
         RedisProcess(port=1)
     assert len(tries.read_text().splitlines()) == 1
+
+
+def test_the_folder_of_temporary_files_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / 'a "folder" of\ttemporary files \\ \u00e9'
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with RedisProcess():
+        assert len(list(folder.iterdir())) == 1
+    assert not list(folder.iterdir())
