@@ -31,6 +31,7 @@ def _print_report(number: int, frame: object) -> None:
         tasks = asyncio.all_tasks(asyncio.get_running_loop())
     except RuntimeError:
         tasks = set()
+    gc.unfreeze()  # a router freezes what it has once it is ready, and frozen objects are not listed
     names = Counter(getattr(task.get_coro(), "__qualname__", "?") for task in tasks)
     print(
         REPORT + json.dumps({"tasks": names, "channels": sum(map(_is_open_channel, gc.get_objects()))}),
