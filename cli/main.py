@@ -18,6 +18,11 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if shutil.get_terminal_size().columns < MIN_HELP_COLUMNS:
         os.environ.setdefault("TERMINAL_WIDTH", str(MIN_HELP_COLUMNS))
-    from quire.cli.app import make_app
+    try:
+        from quire.cli.app import make_app
 
-    make_app()()
+        make_app()()
+    except KeyboardInterrupt:  # before the command runs, which has its own answer
+        from quire.cli.failure import INTERRUPTED
+
+        raise SystemExit(INTERRUPTED) from None

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from quire.cli import app
+from quire.cli.failure import INTERRUPTED
+from quire.cli.main import main
+
 Quire = Callable[..., Result]
 
 VERBS = ["serve", "router", "prefill", "decode", "doctor", "keys", "admin", "top"]
@@ -108,3 +112,13 @@ def test_help_is_not_cut_where_there_is_little_room(
 
 def test_the_version_is_an_option_too(quire: Quire) -> None:
     assert quire("--version").stdout == quire("version").stdout != ""
+
+
+def test_ctrl_c_before_a_command_runs_ends_it_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_app() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "make_app", make_app)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == INTERRUPTED
