@@ -53,7 +53,7 @@ class EngineConfig:
         "--max-model-len",
         "Most tokens of prompt and answer; by default the model's.",
         Panel.COMMON,
-        minimum=1,
+        minimum=2,
     )
     tensor_parallel_size: int = setting(
         1,

@@ -172,7 +172,7 @@ def _known_step_seconds(engine: Engine) -> dict[StepKind, float]:
 
 
 def _full_length(engine: Engine) -> int:
-    return min(engine.scheduler.config.max_num_batched_tokens, engine.max_model_len - 3)
+    return min(engine.scheduler.config.max_num_batched_tokens, max(1, engine.max_model_len - 3))
 
 
 def _run_prompt(engine: Engine, length: int) -> None:
