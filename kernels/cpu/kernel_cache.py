@@ -46,7 +46,10 @@ def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -
         options: options of ``numba.cfunc``.
     """
     compiled: Any = _Kernel(kernel, normalize_signature(signature), locals={}, options=options)
-    compiled._cache = stored = _KernelCache(kernel)
+    if (stored := _cache_of(kernel)) is None:
+        compiled.compile()
+        return compiled
+    compiled._cache = stored
     with stored.turn_ends_with_error():
         compiled.compile()
     return compiled
@@ -55,9 +58,25 @@ def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -
 def stored_njit(function: Callable[..., Any]) -> Any:
     """Compile a function for the types of each call, to run without the GIL, and cache it on disk."""
     compiled: Any = njit(nogil=True)(function)
-    compiled._cache = stored = _KernelCache(function)
-    compiled.compile = stored.turn_ends_with_error()(compiled.compile)
+    if (stored := _cache_of(function)) is not None:
+        compiled._cache = stored
+        compiled.compile = stored.turn_ends_with_error()(compiled.compile)
     return compiled
+
+
+def _cache_of(function: Callable[..., Any]) -> _KernelCache | None:
+    """Return the stored kernels of a function; None if there is no folder for them."""
+    try:
+        return _KernelCache(function)
+    except RuntimeError:
+        # Neither the folder of the sources nor the user's folder of caches can be written.
+        _tell_that_nothing_is_stored()
+        return None
+
+
+@cache
+def _tell_that_nothing_is_stored() -> None:
+    logger.warning("each process compiles its kernels: name a folder for them with NUMBA_CACHE_DIR")
 
 
 class _Kernel(CFunc):

@@ -148,3 +148,15 @@ def test_a_kernel_cache_on_a_full_disk_keeps_no_unfinished_file(tmp_path: Path) 
     subprocess.run([sys.executable, "-B", str(program)], env=environment, check=True, capture_output=True)
     files = [path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert set(files) <= {".compiling", ".lock"}, files
+
+
+def test_kernels_are_compiled_where_no_folder_can_be_written(tmp_path: Path) -> None:
+    program = tmp_path / "kernel.py"
+    stored = "from quire.kernels.cpu.kernel_cache import stored_njit\nassert stored_njit(square)(7) == 49\n"
+    program.write_text(f"{KERNEL}\n{stored}")
+    environment = {**os.environ, "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, check=True, capture_output=True, text=True
+    )
+    assert done.stderr.count("NUMBA_CACHE_DIR") == 1
