@@ -10,6 +10,9 @@ from quire.client.routers import Routers
 from quire.client.tls import Tls, bearer
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
+LONGEST_SECONDS = 1e9
+"""Longest deadline of a call, 32 years: gRPC takes much longer ones, as infinity, for times in the past."""
+
 
 class RouterClient:
     """Opens a channel to each router, with the functions of a module of gRPC."""
@@ -41,4 +44,4 @@ class RouterClient:
         self._routers = Routers(address, connect)
 
     def _deadline(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout
+        return min(LONGEST_SECONDS, self._timeout if timeout is None else timeout)

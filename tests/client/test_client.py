@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,9 @@ def test_model_info(client: Client) -> None:
 def test_the_deadline_travels(client: Client, fake_generation: Any) -> None:
     client.generate("x")
     client.generate("x", timeout=3)
-    default, own = fake_generation.timeouts
+    client.generate("x", timeout=math.inf)
+    default, own, longest = fake_generation.timeouts
+    assert longest > 1e7
     assert 5 < default < WAIT_SECONDS + 1
     assert own < 4
 
