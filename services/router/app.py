@@ -359,6 +359,7 @@ def _end_waits(cluster: asyncio.Future[Cluster]) -> None:
     """End the requests that wait for a worker in a stopping router, because no worker has joined."""
     if not cluster.done():
         cluster.set_exception(_no_worker())
+        cluster.exception()  # asyncio would report that no request has asked for it
     elif cluster.exception() is None:
         cluster.result().queue.end(_no_worker)
 

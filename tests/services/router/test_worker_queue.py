@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from typing import Any
 from unittest.mock import AsyncMock
@@ -16,7 +17,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import DRAINING, Unavailable
 from quire.rpc.health import STOPPING
-from quire.services.router.app import router
+from quire.services.router.app import _end_waits, router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution.generation import MAX_RETRIES
 from quire.services.router.workers.queue import Work, WorkerQueue
@@ -267,6 +268,14 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_annou
                 await asking
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
+
+
+async def test_a_router_that_stops_before_a_worker_joined_reports_no_lost_error() -> None:
+    loop, reports = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: reports.append(context))
+    _end_waits(loop.create_future())
+    gc.collect()
+    assert not reports
 
 
 async def test_a_router_that_stops_serves_those_that_wait(cluster: Any) -> None:
