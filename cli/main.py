@@ -5,8 +5,10 @@ Each process that ``quire serve`` starts imports this module again, so it import
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
+import sys
 
 MIN_HELP_COLUMNS = 100
 """Fewest columns of help texts; with fewer, names of options and variables would be truncated."""
@@ -16,6 +18,9 @@ def main() -> None:
     """Run the command."""
     # Without this, gRPC prints lines to stderr that repeat the errors of the commands.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As on stderr: a character that the terminal's encoding lacks must not end an answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if shutil.get_terminal_size().columns < MIN_HELP_COLUMNS:
         os.environ.setdefault("TERMINAL_WIDTH", str(MIN_HELP_COLUMNS))
     try:

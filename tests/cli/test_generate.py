@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,17 @@ def test_the_answer_is_all_of_stdout(quire: Quire, fake_generation: Any) -> None
     (sent,) = fake_generation.requests
     assert (sent.text, sent.stopping.max_tokens) == ("What?", 7)
     assert not sent.sampling.HasField("temperature")
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(command: list[str], fake_generation: Any) -> None:
+    run = subprocess.run(
+        [*command, "generate", "What?", "--address", fake_generation.address],
+        env={**os.environ, "PYTHONIOENCODING": "iso-8859-1"},
+        capture_output=True,
+        timeout=30,
+        check=True,
+    )
+    assert (run.stdout, run.stderr) == (b"Blue is \xe9\\U0001f642.\n", b"")
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat"])
