@@ -86,6 +86,8 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._known_ids: set[int] = set()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.joins_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        """Whether a text is the bytes of its tokens: then texts of whole characters can be joined."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -218,6 +220,12 @@ class IncrementalDecoder:
         tokenizer, skips = self._tokenizer, self._skip_special_tokens
         if not tokenizer.are_ordinary(token_ids):
             token_ids = [each for each in token_ids if tokenizer.has_text(each, skip_special_tokens=skips)]
+        elif tokenizer.joins_bytes and not self._num_waiting:
+            new = "".join(map(tokenizer.text_of, token_ids))
+            if new and _REPLACEMENT not in new:
+                self._window = [token_ids[-1]]
+                self._shown = tokenizer.text_of(token_ids[-1])
+                return new
         window = [*self._window, *token_ids]
         num_waiting = self._num_waiting + len(window) - len(self._window)
         text = self._decode(window)
