@@ -103,6 +103,7 @@ class Peer:
         self.epoch = epoch
         self._caller = caller
         self._challenge = new_challenge()
+        self._answer = answer_proof(caller.secret, self._challenge, epoch, address)
 
     def unary_unary(self, method: str, **options: Any) -> Callable[..., Any]:
         """Return a call that is signed; see ``grpc.aio.Channel``."""
@@ -131,8 +132,7 @@ class Peer:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        expected = answer_proof(self._caller.secret, self._challenge, self.epoch, self.address)
-        if is_equal(str(answer), expected):
+        if is_equal(str(answer), self._answer):
             return
         if call.done() and await call.code() is not grpc.StatusCode.OK:
             return
