@@ -243,7 +243,7 @@ class Attempt:
             has_blocks = True
             num_finished = sum(bool(part.finish_reason) for part in parts)
             num_left -= num_finished
-            if self.group.is_beam_search and num_finished:
+            if num_finished and self.group.is_beam_search:
                 # All answers of a beam search come in one message. If few tokens are allowed, there may be
                 # fewer answers than beams.
                 del self.group.answers[num_finished:]

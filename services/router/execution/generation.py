@@ -209,7 +209,7 @@ class GenerationRun:
                                     len(response.token_ids), part.num_accepted_draft_tokens
                                 )
                                 yield response
-                            if group.is_finished:
+                            if answer.finish_reason and group.is_finished:
                                 return
             except WorkerCallFailed as failure:
                 next_worker = None

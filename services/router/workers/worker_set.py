@@ -201,16 +201,17 @@ class WorkerSet:
 
         def computed() -> None:
             nonlocal left
-            worker.pending_tokens -= left
-            worker.pending_by_tenant[tenant] -= left
-            if not worker.pending_by_tenant[tenant]:
-                del worker.pending_by_tenant[tenant]
-            left = 0
+            if left:
+                worker.pending_tokens -= left
+                worker.pending_by_tenant[tenant] -= left
+                left = 0
 
         try:
             yield computed
         finally:
             computed()
+            if not worker.pending_by_tenant[tenant]:
+                del worker.pending_by_tenant[tenant]
             worker.resident_tokens -= resident_tokens
             worker.num_requests -= 1
             if worker.health.is_gone and worker.num_requests == 0:
