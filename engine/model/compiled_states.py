@@ -14,7 +14,7 @@ from quire.engine.model.states import States
 from quire.kernels.cpu import linear_attention, recurrence, rows
 from quire.kernels.cpu.intrinsics import STORAGE
 from quire.kernels.cpu.rows import Norm
-from quire.kernels.cpu.step_records import PROJECTION, STATE_LAYER
+from quire.kernels.cpu.step.records import LINEAR, STATE_LAYER
 from quire.kernels.metadata import AttentionMetadata
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -86,9 +86,7 @@ class StateLayers:
     def _fill_layer(self, row: Any, recipe: StateRecipe) -> None:
         linears = (*recipe.projections, *recipe.expansions)
         columns, num = first_columns(linears), len(recipe.projections)
-        projections = np.zeros(len(linears), PROJECTION)
-        for each, linear in zip(projections, linears, strict=True):
-            each["linear"] = linear_record(linear)
+        projections = np.array([linear_record(each) for each in linears], LINEAR)
         projections["input_column"][num:] = [columns[number] for _, number in recipe.parts.expansions]
         row["projections"], row["stride"] = self._hold(projections), columns[-1]
         row["num_projections"], row["num_expansions"] = num, len(recipe.expansions)

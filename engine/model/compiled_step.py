@@ -29,7 +29,7 @@ from quire.engine.model.step_recipe import (
     shared_expert,
 )
 from quire.engine.model.step_tensors import StepTensors
-from quire.kernels.cpu import attention, attention_program, step, step_records, threads
+from quire.kernels.cpu import attention, attention_program, threads
 from quire.kernels.cpu.attention_tiles import (
     AttentionShape,
     DecodeTiles,
@@ -43,6 +43,7 @@ from quire.kernels.cpu.intrinsics import STORAGE
 from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.products.low_rank import SLOTS
 from quire.kernels.cpu.products.packed_product import first_of_form, form_of_inputs
+from quire.kernels.cpu.step import program, records
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 
@@ -106,14 +107,14 @@ class CompiledStep:
         head_stored = recipe.head.packed.stored
         if not isinstance(recipe.embedding, PackedEmbedding):
             head_stored = first_of_form(head_stored)
-        self._program = step.program(STORAGE[self._dtype], stored, head_stored)
+        self._program = program.program(STORAGE[self._dtype], stored, head_stored)
         self._work_per_token = _num_weights(recipe)
         num_layers = len(recipe.layers)
-        num_linear = step_records.COUNTERS_PER_LAYER * num_layers + 1
+        num_linear = records.COUNTERS_PER_LAYER * num_layers + 1
         self._counters = np.zeros(2 * _CACHE_LINE + num_linear + num_layers, np.int64)
-        self._step = np.zeros(2, step_records.STEP)
+        self._step = np.zeros(2, records.STEP)
         self._step_address = self._step.ctypes.data
-        self._layers = np.zeros(num_layers, step_records.LAYER)
+        self._layers = np.zeros(num_layers, records.LAYER)
         self._attention = np.zeros(num_layers, attention_program.ARGUMENTS)
         # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
@@ -360,6 +361,9 @@ class CompiledStep:
             fill_layer(self._layers[index], layer)
             if isinstance(layer.attention, AttentionRecipe):
                 self._fill_attention(index, layer.attention, heads, memory)
+        added = [row[name] for row in self._layers for name in ("output", "down")]
+        for number, each in enumerate(each for each in added if each["borders"]):
+            each["number"] = number
 
     def _make_state_layers(self) -> StateLayers | None:
         numbers = [
@@ -370,7 +374,7 @@ class CompiledStep:
         if self._states is None or not numbers:
             return None
         first = self._counters.ctypes.data + 8 * (2 * _CACHE_LINE + _FIRST_STATE_COUNTER)
-        counters = [first + 8 * step_records.COUNTERS_PER_LAYER * number for number in numbers]
+        counters = [first + 8 * records.COUNTERS_PER_LAYER * number for number in numbers]
         layers = StateLayers(self._recipe.states, self._states, counters)
         self._layers["states"][numbers] = layers.addresses
         return layers
@@ -380,7 +384,7 @@ class CompiledStep:
         number = layer.number
         call, kv_layer, scales = heads.calls[number], memory.layers[number], memory.scales[number]
         row, arguments = self._layers[index], self._attention[index]
-        first_counter = 2 * _CACHE_LINE + step_records.COUNTERS_PER_LAYER * len(self._layers) + 1
+        first_counter = 2 * _CACHE_LINE + records.COUNTERS_PER_LAYER * len(self._layers) + 1
         row["kv"] = kv_layer.data_ptr()
         row["kv_scales"] = 0 if scales is None else scales.data_ptr()
         row["query_stride"] = heads.head_dim * (2 if layer.is_gated else 1)

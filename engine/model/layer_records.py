@@ -1,4 +1,4 @@
-"""Fills in the records of a model's layers, which ``kernels.cpu.step_records`` describes."""
+"""Fills in the records of a model's layers, which ``kernels.cpu.step.records`` describes."""
 
 from __future__ import annotations
 
@@ -60,38 +60,36 @@ def _fill_latents(row: Any, latents: LatentRecipe) -> None:
     row["value_heads"] = _head_record(latents.value_heads)
 
 
-def _head_record(heads: HeadLinear) -> tuple[int, int, int, int, int, int]:
+def _head_record(heads: HeadLinear) -> tuple[int, ...]:
     weight = heads.packed
     address = unit_kernel(weight.stored).address
-    return address, weight.panels.data_ptr(), 0, weight.in_features, 1, weight.num_units
+    return address, weight.panels.data_ptr(), 0, weight.in_features, 1, weight.num_units, 0
 
 
 def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:
     """Fill in a linear layer whose output is added to the residual stream."""
-    row[name] = linear_record(linear)
+    record = row[name]
+    record["linear"] = linear_record(linear)
     if isinstance(linear, RowLinear):
-        row[f"{name}_borders"] = linear.borders.ctypes.data
-        row[f"{name}_bias"], row[name]["bias"] = row[name]["bias"], 0
+        record["borders"] = linear.borders.ctypes.data
+        record["bias"], record["linear"]["bias"] = record["linear"]["bias"], 0
 
 
 def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
     _fill_added(row, "down", mlp.down)
     row["activation"] = mlp.activation.kind
     num_units = -(-mlp.size // UNIT)
-    row["gate"] = (*linear_record(mlp.gate)[:-1], num_units)
+    row["gate"] = linear_record(mlp.gate)
+    row["gate"]["num_units"] = num_units
     if mlp.up is not None:
-        multiply, weight, bias, in_features, num_segments, _ = linear_record(mlp.up)
-        row["up"] = (
-            multiply,
-            weight + mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes,
-            bias + 4 * mlp.first_up_column if bias else 0,
-            in_features,
-            num_segments,
-            num_units,
-        )
+        row["up"] = linear_record(mlp.up)
+        up = row["up"]
+        up["weight"] += mlp.first_up_column // UNIT * mlp.up.packed.unit_bytes
+        up["bias"] += 4 * mlp.first_up_column if up["bias"] else 0
+        up["num_units"] = num_units
 
 
-def linear_record(layer: PackedLinear) -> tuple[int, int, int, int, int, int]:
+def linear_record(layer: PackedLinear) -> tuple[int, ...]:
     """Return the values of a linear layer's record."""
     bias = 0 if layer.bias is None else layer.bias.data_ptr()
     weight = layer.packed
@@ -100,7 +98,7 @@ def linear_record(layer: PackedLinear) -> tuple[int, int, int, int, int, int]:
         address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
         bias += 4 * layer.first_unit * UNIT if bias else 0
     multiply = unit_kernel(weight.stored).address
-    return multiply, address, bias, layer.in_features, layer.num_segments, num_units
+    return multiply, address, bias, layer.in_features, layer.num_segments, num_units, 0
 
 
 def first_column(head: PackedLinear) -> int:

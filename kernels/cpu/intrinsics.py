@@ -118,6 +118,16 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 
 @instruction
+def item_bytes(typingctx: Any, storage: Any) -> Any:
+    """Return the bytes of a value of a NumPy type."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(_INT64, storage.dtype.bitwidth // 8)
+
+    return types.int64(storage), codegen
+
+
+@instruction
 def keep_apart(typingctx: Any) -> Any:
     """Prevent LLVM from inlining the function that contains this: inlining large functions takes minutes."""
 

@@ -1,4 +1,4 @@
-"""Latent attention in a step's program, before and after attention itself; see ``step``."""
+"""Latent attention in a step's program, before and after attention itself."""
 
 from __future__ import annotations
 
@@ -7,54 +7,56 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.intrinsics import encode, exact, fetch_and_increment, keep_apart, pointer
+from quire.kernels.cpu.intrinsics import (
+    encode,
+    exact,
+    fetch_and_increment,
+    item_bytes,
+    keep_apart,
+    pointer,
+)
 from quire.kernels.cpu.products.linear import ROWS, UNIT
 from quire.kernels.cpu.rows import Activation, activate, narrow
-from quire.kernels.cpu.step_parts import compute_unit, narrow_rows, normalize_row, rotate, wait
+from quire.kernels.cpu.step.linear_layers import compute_unit
+from quire.kernels.cpu.step.team import share, wait
+from quire.kernels.cpu.step.vectors import narrow_rows, normalize_row, rotate
 
 _SIGMOID = int(Activation.SIGMOID)
 
 
 @exact
-def absorb(
-    args: Any, layer: Any, counters: int, thread: int, num_threads: int, phase: int, storage: Any, size: int
-) -> int:
-    """Write latents, and compute the queries that attend to them; return the next phase."""
+def absorb(args: Any, layer: Any, counters: int, team: Any, storage: Any) -> None:
+    """Write latents, and compute the queries that attend to them."""
     keep_apart()
-    first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
     queries, stride = args.qkv, args.qkv_stride
-    num_rotated = args.head_dim - layer.latent_dim
-    query_dim = layer.key_heads.in_features + num_rotated
+    query_dim = layer.key_heads.in_features + args.head_dim - layer.latent_dim
     if layer.query_up.num_units:
+        first, end = share(args.num_tokens, team)
         for token in range(first, end):
             at = queries + 4 * token * stride
             normalize_row(layer.query_norm, at, at, layer.query_up.in_features, storage)
-        phase = wait(args, num_threads, phase)
+        wait(args, team)
         width = args.num_heads * query_dim
         inputs, outputs = (queries, stride, np.int64(0)), (args.operands, width, np.int64(0))
-        _multiply_heads(args, layer.query_up, 1, counters + 32, inputs, outputs, width, storage, size)
-        phase = wait(args, num_threads, phase)
+        _multiply_heads(args, layer.query_up, 1, counters + 32, inputs, outputs, width, storage)
+        wait(args, team)
         queries, stride = args.operands, width
-    _place_latents(args, layer, queries, stride, first, end, storage, size)
-    inputs, outputs = (
-        (queries, stride, query_dim),
-        (args.queries, args.num_heads * args.head_dim, args.head_dim),
+    _place_latents(args, layer, queries, stride, team, storage)
+    inputs, num_heads = (queries, stride, query_dim), args.num_heads
+    outputs = (args.queries, num_heads * args.head_dim, args.head_dim)
+    _multiply_heads(
+        args, layer.key_heads, num_heads, counters + 40, inputs, outputs, layer.latent_dim, storage
     )
-    num, counter = args.num_heads, counters + 40
-    _multiply_heads(args, layer.key_heads, num, counter, inputs, outputs, layer.latent_dim, storage, size)
-    return phase
 
 
 @exact
-def _place_latents(
-    args: Any, layer: Any, queries: int, stride: int, first: int, end: int, storage: Any, item_bytes: int
-) -> None:
+def _place_latents(args: Any, layer: Any, queries: int, stride: int, team: Any, storage: Any) -> None:
     """Normalize latents, rotate keys and queries, and write the former unless blocks have 8 bits."""
     keep_apart()
     positions = carray(pointer(args.positions, np.int64), (args.num_tokens,))
     slots = carray(pointer(layer.slots, np.int64), (args.num_tokens,))
     dim, latent_dim, key_dim = args.head_dim, layer.latent_dim, layer.key_heads.in_features
-    num_rotated = dim - latent_dim
+    num_rotated, (first, end) = dim - latent_dim, share(args.num_tokens, team)
     rotated = np.empty(num_rotated, np.float32)
     rotated_at = np.int64(rotated.ctypes.data)
     for token in range(first, end):
@@ -73,7 +75,7 @@ def _place_latents(
         if args.kv_format != 0 or slots[token] < 0:
             continue
         block, offset = slots[token] // args.block_size, slots[token] % args.block_size
-        stored_at = layer.kv + item_bytes * (block * args.block_stride + offset * dim)
+        stored_at = layer.kv + item_bytes(storage) * (block * args.block_stride + offset * dim)
         stored = carray(pointer(stored_at, storage), (dim,))
         row = carray(pointer(row_at, np.float32), (dim,))
         for d in range(dim):
@@ -90,7 +92,6 @@ def _multiply_heads(
     outputs: Any,
     size: int,
     storage: Any,
-    item_bytes: int,
 ) -> None:
     """Multiply the inputs of each head by its own weight.
 
@@ -109,7 +110,7 @@ def _multiply_heads(
         head, column = unit // units_per_head, unit % units_per_head * UNIT
         count, stride = min(ROWS, args.num_tokens - first), 4 * inputs[1]
         inputs_at = inputs[0] + first * stride + 4 * head * inputs[2]
-        compute_unit(linear, unit, inputs_at, stride, sums_at, UNIT, count, storage, item_bytes)
+        compute_unit(linear, unit, (inputs_at, stride), (sums_at, UNIT), count, storage)
         for row in range(count):
             at = outputs[0] + 4 * ((first + row) * outputs[1] + head * outputs[2] + column)
             values = carray(pointer(at, np.float32), (UNIT,))
@@ -118,23 +119,21 @@ def _multiply_heads(
 
 
 @exact
-def expand(
-    args: Any, layer: Any, counters: int, thread: int, num_threads: int, phase: int, storage: Any, size: int
-) -> int:
-    """Compute the results of heads from their sums of latents; return the next phase."""
+def expand(args: Any, layer: Any, counters: int, team: Any, storage: Any) -> None:
+    """Compute the results of heads from their sums of latents."""
     keep_apart()
-    first, end = args.num_tokens * thread // num_threads, args.num_tokens * (thread + 1) // num_threads
-    num_heads, value_dim = args.num_heads, layer.output.in_features // args.num_heads
+    first, end = share(args.num_tokens, team)
+    num_heads, value_dim = args.num_heads, layer.output.linear.in_features // args.num_heads
     row_size = num_heads * layer.latent_dim
-    if size < 4:
+    if item_bytes(storage) < 4:
         narrow_rows(args.operands, row_size, first, end, storage)
-        phase = wait(args, num_threads, phase)
+        wait(args, team)
     inputs = (args.operands, row_size, layer.latent_dim)
     outputs, counter = (args.attended, num_heads * value_dim, value_dim), counters + 48
-    _multiply_heads(args, layer.value_heads, num_heads, counter, inputs, outputs, value_dim, storage, size)
-    phase = wait(args, num_threads, phase)
+    _multiply_heads(args, layer.value_heads, num_heads, counter, inputs, outputs, value_dim, storage)
+    wait(args, team)
     if layer.value.num_units == 0:
-        return phase
+        return
     for token in range(first, end):
         gates_at = args.qkv + 4 * ((token + 1) * args.qkv_stride - layer.value.num_units * UNIT)
         activate(_SIGMOID, gates_at, num_heads, storage)
@@ -144,4 +143,4 @@ def expand(
         for head in range(num_heads):
             for d in range(value_dim):
                 results[head, d] = narrow(results[head, d] * gates[head], storage)
-    return wait(args, num_threads, phase)  # type: ignore[no-any-return]
+    wait(args, team)

@@ -1,4 +1,4 @@
-"""The records that describe a model and a step to the program of ``step``."""
+"""The records that describe a model and a step to the step's program."""
 
 from __future__ import annotations
 
@@ -19,27 +19,39 @@ If "residual_scale" is not 0, the result with this factor replaces the residual 
 """
 
 LINEAR = np.dtype(
-    [(name, np.int64) for name in ("multiply", "weight", "bias", "in_features", "num_segments", "num_units")]
+    [
+        *((name, np.int64) for name in ("multiply", "weight", "bias", "in_features", "num_segments")),
+        *((name, np.int64) for name in ("num_units", "input_column")),
+    ]
 )
 """A linear layer; 0 units if there is none.
 
 Its addresses are those of the ``unit_kernel`` of its weights, of these, and of the float32 bias or 0.
+"input_column" is not 0 if its inputs lie among the outputs of other layers.
+"""
+
+ADDED_LINEAR = np.dtype([("linear", LINEAR), *((name, np.int64) for name in ("borders", "bias", "number"))])
+"""A linear layer whose outputs are added to the residual stream.
+
+If its inputs are divided among processes, "borders" is the address of the processes' first segments (see
+``add_slots``), and "number" the number of such layers before it. Otherwise both are 0. Sums of divided inputs
+are partial, and "bias" is added after the sum over the processes.
 """
 
 LAYER = np.dtype(
     [
         *((name, NORM) for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm")),
-        *((name, LINEAR) for name in ("query", "key", "value", "output")),
-        *((name, LINEAR) for name in ("query_up", "key_heads", "value_heads")),
+        *((name, LINEAR) for name in ("query", "key", "value", "query_up", "key_heads", "value_heads")),
+        ("output", ADDED_LINEAR),
         *((name, NORM) for name in ("mlp_norm", "after_mlp_norm")),
-        *((name, LINEAR) for name in ("gate", "up", "down")),
+        *((name, LINEAR) for name in ("gate", "up")),
+        ("down", ADDED_LINEAR),
         ("activation", np.int64),
         ("has_experts", np.int64),
         *((name, np.float64) for name in ("query_scale", "attention_scale", "mlp_scale")),
         ("query_stride", np.int64),
         ("latent_dim", np.int64),
         ("is_interleaved", np.int64),
-        *((name, np.int64) for name in ("output_borders", "output_bias", "down_borders", "down_bias")),
         ("cosines", np.int64),
         ("sines", np.int64),
         ("kv", np.int64),
@@ -54,10 +66,7 @@ LAYER = np.dtype(
 Up to three linear layers compute the queries, keys and values; "query" may compute all of them. A head's
 query begins "query_stride" values after that of the head before. If that is more than head_dim, the gate of
 the head's result lies between them. Without "up" there is no gate, and "gate" is the only linear layer before
-the activation. With "has_experts" these layers are an expert of all tokens, whose outputs a module gets. If
-the inputs of "output" or "down" are divided among processes, "borders" is the address of the processes' first
-segments (see ``add_slots``). Otherwise it is 0. Sums of divided inputs are partial, and the bias is added
-after the sum over the processes.
+the activation. With "has_experts" these layers are an expert of all tokens, whose outputs a module gets.
 
 With latent attention "latent_dim" is not 0. "query" then computes the queries or, with "query_up", what that
 expands to queries; "key" the latent and the key that is rotated; and "value", if there is one, a gate of each
@@ -66,9 +75,6 @@ interleaved, it rotates neighbors instead of both halves of its inputs.
 
 If "states" is not 0, it is the address of a ``STATE_LAYER``, which has the place of attention.
 """
-
-PROJECTION = np.dtype([("linear", LINEAR), ("input_column", np.int64)])
-"""A linear layer of a layer with a state, and its first input if that is another one's output."""
 
 GATHERED = np.dtype([(name, np.int64) for name in ("values", "width", "runs", "num_runs")])
 """Outputs of linear layers that are gathered as "values", with "width" for each token.
@@ -89,7 +95,8 @@ STATE_LAYER = np.dtype(
 )
 """What a layer with a state computes before its last linear layer.
 
-The outputs of its linear layers lie side by side, "stride" for each token, and those of its expansions from
+"projections" is the address of its linear layers, and then of those of their outputs, the "expansions". The
+outputs of all these layers lie side by side, "stride" for each token, and those of its expansions from
 "expanded_column" on. "slopes" is the address of factors of the steps, or 0. "activation" is that of the
 inputs. Three kernels follow, at their addresses and with the addresses of their arguments. Without a
 convolution its addresses are 0. Unless "rounded_width" is 0, it is the number of the recurrence's outputs for
@@ -97,57 +104,16 @@ a token, which lie at "rounded" and are rounded to the model's dtype.
 """
 
 _ADDRESSES = (
-    "token_ids",
-    "positions",
-    "kept_rows",
-    "embedding",
-    "position_embedding",
-    "layers",
-    "hidden",
-    "normed",
-    "qkv",
-    "queries",
-    "attended",
-    "update",
-    "mlp",
-    "operands",
-    "logits",
-    "counters",
-    "next_thread",
-    "arrivals",
-    "team_size",
-    "yield_core",
-    "attend",
-    "exchange",
+    *("token_ids", "positions", "kept_rows", "embedding", "position_embedding", "layers"),
+    *("hidden", "normed", "qkv", "queries", "attended", "update", "mlp", "operands", "logits"),
+    *("counters", "next_thread", "arrivals", "team_size", "yield_core", "attend", "exchange"),
 )
 _INTEGERS = (
-    "num_tokens",
-    "num_logits",
-    "last_round",
-    "first_layer",
-    "begins_with_mlp",
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "rotary_dim",
-    "key_column",
-    "value_column",
-    "qkv_stride",
-    "update_stride",
-    "mlp_stride",
-    "logits_stride",
-    "attention_bytes",
-    "is_embedding_packed",
-    "position_offset",
-    "block_size",
-    "block_stride",
-    "value_offset",
-    "head_stride",
-    "scale_block_stride",
-    "scale_value_offset",
-    "kv_format",
+    *("num_tokens", "num_logits", "last_round", "first_layer", "begins_with_mlp", "num_layers"),
+    *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "key_column", "value_column"),
+    *("qkv_stride", "update_stride", "mlp_stride", "logits_stride"),
+    *("is_embedding_packed", "position_offset", "block_size", "block_stride", "value_offset", "head_stride"),
+    *("scale_block_stride", "scale_value_offset", "kv_format"),
 )
 STEP = np.dtype(
     [
