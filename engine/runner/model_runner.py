@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.model.compiled_step import CompiledStep
 from quire.engine.model.decode_graphs import Capture, DecodeGraphs
 from quire.engine.model.layers.attention import PagedStep
+from quire.engine.model.program.compiled_step import CompiledStep
 from quire.engine.model.states import States
 from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.decode_batch import DecodeBatch, row_adapters

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.parallel_plan import Division
-from quire.engine.model.step_recipe import StepRecipe
+from quire.engine.model.program.recipe import StepRecipe
 from quire.engine.weights.digest import describe_tensor
 from quire.engine.weights.loader import LoadedModel
 from quire.kernels.cpu.products.linear import UNIT

@@ -17,14 +17,14 @@ from quire.engine.kv_cache.memory import dtype_name
 from quire.engine.model.arithmetic import arithmetic_name, choose_sums
 from quire.engine.model.check import KvHeads, UnsupportedModelError, check_paging, observe_attention
 from quire.engine.model.collectives import Collectives
-from quire.engine.model.compiled_step import find_recipe, recipe_of
 from quire.engine.model.layers import attention, experts, own_attention
 from quire.engine.model.layers.parallel_layers import connect_ranks
 from quire.engine.model.layers.row_layers import KernelFunctions, make_batch_invariant
 from quire.engine.model.parallel_plan import DividedLinear, ParallelPlan, read_plan
 from quire.engine.model.positions import pass_positions
+from quire.engine.model.program.checked_recipe import find_recipe, recipe_of
+from quire.engine.model.program.recipe import StepRecipe
 from quire.engine.model.states import with_states
-from quire.engine.model.step_recipe import StepRecipe
 from quire.engine.weights.checkpoint import open_checkpoint
 from quire.engine.weights.shared_module import load_shared, source_of
 from quire.engine.weights.sliced_weights import digest_of, digest_of_whole, load_slices

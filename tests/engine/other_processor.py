@@ -75,7 +75,7 @@ def functions() -> dict[str, str]:
     from transformers import Gemma2Config
 
     from quire.engine.model.layers.row_layers import KernelFunctions
-    from quire.engine.model.step_recipe import _finish
+    from quire.engine.model.program.recipe_reader import _finish
     from quire.engine.sequences.sampler import rank_tokens
 
     integers = np.random.Generator(np.random.PCG64(0)).integers(-(1 << 20), 1 << 20, (16, 5000))

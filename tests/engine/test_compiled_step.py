@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.model.compiled_step import find_recipe
 from quire.engine.model.layers.packed_linear import PackedLinear
-from quire.engine.model.step_recipe import NoRecipeError, read_recipe
+from quire.engine.model.program.checked_recipe import find_recipe
+from quire.engine.model.program.recipe import NoRecipeError
+from quire.engine.model.program.recipe_reader import read_recipe
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
 from tests.testing.tiny_engine import run_mixed

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import dequant
 
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear
-from quire.engine.model.step_recipe import MlpRecipe
+from quire.engine.model.program.recipe import MlpRecipe
 from quire.engine.weights.checkpoint import open_checkpoint
 from quire.engine.weights.gguf_checkpoint import GgufCheckpoint
 from quire.engine.weights.loader import LoadedModel, load_model

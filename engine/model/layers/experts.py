@@ -231,3 +231,23 @@ def _test_inputs(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     top_k_index = torch.cat([first + 1, first], dim=1) % module.num_experts
     weights = torch.rand(top_k_index.shape, generator=generator).to(down.dtype)
     return hidden_states, top_k_index, weights
+
+
+class SharedMlp(torch.nn.Module):
+    """Experts, and the one of all tokens that a layer of Granite has beside their module."""
+
+    def __init__(self, experts: torch.nn.Module, shared_expert: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts, self.shared_expert = experts, shared_expert
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both for ``[1, num_tokens, hidden_size]``."""
+        total: torch.Tensor = self.experts(inputs) + self.shared_expert(inputs)
+        return total
+
+
+def shared_expert(mlp: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the expert of all tokens in a module of experts; None if there is none."""
+    if not hasattr(mlp, "experts"):
+        return None
+    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))

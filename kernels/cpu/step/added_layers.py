@@ -21,7 +21,7 @@ from quire.kernels.cpu.step.vectors import copy
 @exact
 def compute_added(
     args: Any,
-    added: Any,
+    linear: Any,
     index: int,
     counter: int,
     rows: int,
@@ -34,7 +34,6 @@ def compute_added(
     """Write the output of a linear layer to ``update``; sum it over the processes.
 
     Args:
-        added: an ``ADDED_LINEAR``.
         index: that of its update of low rank.
         counter: see ``compute_linears``.
         rows, length: its float32 inputs.
@@ -45,11 +44,11 @@ def compute_added(
     if is_changed or input_form(stored) != FLOATS:
         wait(args, team)
     inputs = operands(args, rows, length, stored)
-    if added.borders != 0:
-        _sum_processes(args, added, index, counter, rows, length, inputs, team, storage)
+    if linear.borders != 0:
+        _sum_processes(args, linear, index, counter, rows, length, inputs, team, storage)
         return
     project_rows(args, index, 1, rows, length, team, storage)
-    linears, outputs = (added.linear, args.no_linear, args.no_linear), (args.update, args.update_stride)
+    linears, outputs = (linear, args.no_linear, args.no_linear), (args.update, args.update_stride)
     compute_linears(args, linears, index, counter, inputs, outputs, args.num_tokens, storage)
     wait(args, team)
 
@@ -57,7 +56,7 @@ def compute_added(
 @exact
 def _sum_processes(
     args: Any,
-    added: Any,
+    linear: Any,
     index: int,
     counter: int,
     rows: int,
@@ -70,20 +69,20 @@ def _sum_processes(
     keep_apart()
     exchange = carray(pointer(args.exchange, EXCHANGE), 1)[0]
     is_adapted = args.adapted.max_rank != 0
-    round_number = args.last_round + 1 + (2 if is_adapted else 1) * added.number
+    round_number = args.last_round + 1 + (2 if is_adapted else 1) * linear.number
     if is_adapted:
-        _project_gathered(args, exchange, added, index, rows, length, round_number, team, storage)
+        _project_gathered(args, exchange, linear, index, rows, length, round_number, team, storage)
         round_number += 1
-    _sum_pieces(args, exchange, added, counter, inputs, round_number)
+    _sum_pieces(args, exchange, linear, counter, inputs, round_number)
     wait(args, team)
     if team.thread == 0:
         come(exchange)
     meet(exchange, round_number)
     (first, end), stride = share(args.num_tokens, team), args.update_stride
-    add_slots(exchange, round_number, added.borders, first, end, stride, args.update)
-    _finish_sums(args.update, stride, added.bias, first, end, storage)
+    add_slots(exchange, round_number, linear.borders, first, end, stride, args.update)
+    _finish_sums(args.update, stride, linear.bias, first, end, storage)
     if args.adapted.num_rows != 0:
-        for unit in range(added.linear.num_units):
+        for unit in range(linear.num_units):
             output = args.update + 4 * (first * stride + unit * UNIT)
             add_updates(args.adapted, index, 0, (first, end - first), unit, output, stride, storage)
 
@@ -92,7 +91,7 @@ def _sum_processes(
 def _project_gathered(
     args: Any,
     exchange: Any,
-    added: Any,
+    linear: Any,
     index: int,
     inputs: int,
     stride: int,
@@ -101,8 +100,8 @@ def _project_gathered(
     storage: Any,
 ) -> None:
     """Call ``project_rows`` for the inputs of all processes."""
-    borders = carray(pointer(added.borders, np.int64), (exchange.num_ranks + 1,))
-    depth = added.linear.in_features // (borders[exchange.rank + 1] - borders[exchange.rank])
+    borders = carray(pointer(linear.borders, np.int64), (exchange.num_ranks + 1,))
+    depth = linear.in_features // (borders[exchange.rank + 1] - borders[exchange.rank])
     length, own_column = depth * borders[exchange.num_ranks], depth * borders[exchange.rank]
     # The slots of all processes together have a row of inputs for each row of the step.
     gathered = slot(exchange, round_number, 0)
@@ -111,7 +110,7 @@ def _project_gathered(
     for number in range(first, end):
         row = rows[number]
         target = gathered + 4 * (row * length + own_column)
-        copy(inputs + 4 * row * stride, target, added.linear.in_features)
+        copy(inputs + 4 * row * stride, target, linear.in_features)
     wait(args, team)
     if team.thread == 0:
         come(exchange)
@@ -120,13 +119,13 @@ def _project_gathered(
 
 
 @exact
-def _sum_pieces(args: Any, exchange: Any, added: Any, counter: int, inputs: Any, round_number: int) -> None:
+def _sum_pieces(args: Any, exchange: Any, linear: Any, counter: int, inputs: Any, round_number: int) -> None:
     """Compute this process's partial sums of a linear layer, one for each of its pieces.
 
-    They are rounded only after all processes' sums have been added.
+    They are rounded only after all processes' sums have been linear.
     """
     keep_apart()
-    linear, borders = added.linear, carray(pointer(added.borders, np.int64), (exchange.num_ranks + 1,))
+    borders = carray(pointer(linear.borders, np.int64), (exchange.num_ranks + 1,))
     own_first, end = borders[exchange.rank], borders[exchange.rank + 1]
     depth = linear.in_features // (end - own_first)
     num_programs = linear.num_units * -(-args.num_tokens // ROWS)

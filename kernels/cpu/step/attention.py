@@ -28,7 +28,7 @@ _SIGMOID = int(Activation.SIGMOID)
 def run_attention(args: Any, kept: Any, layer: Any, index: int, team: Any, storage: Any, stored: Any) -> None:
     """Compute the attention of a layer, or what has its place, and add it for the ``kept`` tokens."""
     keep_apart()
-    size, attended_size = args.hidden_size, layer.output.linear.in_features
+    size, attended_size = args.hidden_size, layer.output.in_features
     counters, at = args.counters + 8 * COUNTERS_PER_LAYER * index, _NUM_LINEARS * index
     if layer.states != 0:
         advance_states(args, layer, counters, team, storage, stored)

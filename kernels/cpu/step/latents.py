@@ -123,7 +123,7 @@ def expand(args: Any, layer: Any, counters: int, team: Any, storage: Any) -> Non
     """Compute the results of heads from their sums of latents."""
     keep_apart()
     first, end = share(args.num_tokens, team)
-    num_heads, value_dim = args.num_heads, layer.output.linear.in_features // args.num_heads
+    num_heads, value_dim = args.num_heads, layer.output.in_features // args.num_heads
     row_size = num_heads * layer.latent_dim
     if item_bytes(storage) < 4:
         narrow_rows(args.operands, row_size, first, end, storage)

@@ -56,20 +56,10 @@ def compute_unit(linear: Any, unit: int, inputs: Any, outputs: Any, num_rows: in
             values between rows of outputs.
     """
     keep_apart()
-    output, output_stride = outputs
+    (at, stride), (output, output_stride), size = inputs, outputs, linear.in_features
+    segments, bias = linear.num_segments, linear.bias
     unit_call = UnitCall(
-        inputs[0],
-        inputs[1],
-        linear.weight,
-        linear.in_features,
-        unit,
-        0,
-        linear.in_features,
-        output,
-        output_stride,
-        num_rows,
-        linear.num_segments,
-        linear.bias,
+        at, stride, linear.weight, size, unit, 0, size, output, output_stride, num_rows, segments, bias
     )
     call(linear.multiply, unit_call)
     if item_bytes(storage) < 4:

@@ -78,7 +78,7 @@ def _run_step(args: Any, kept: Any, storage: Any, stored: Any, head_stored: Any)
         layer = layers[index]
         is_last = index == num_layers - 1
         if index > first_layer or begins_with_mlp == 0:
-            if layer.output.linear.num_units == 0:
+            if layer.output.num_units == 0:
                 return
             wait(args, team)
             those = kept if is_last else args

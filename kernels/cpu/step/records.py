@@ -21,31 +21,25 @@ If "residual_scale" is not 0, the result with this factor replaces the residual 
 LINEAR = np.dtype(
     [
         *((name, np.int64) for name in ("multiply", "weight", "bias", "in_features", "num_segments")),
-        *((name, np.int64) for name in ("num_units", "input_column")),
+        *((name, np.int64) for name in ("num_units", "input_column", "borders", "number")),
     ]
 )
 """A linear layer; 0 units if there is none.
 
 Its addresses are those of the ``unit_kernel`` of its weights, of these, and of the float32 bias or 0.
-"input_column" is not 0 if its inputs lie among the outputs of other layers.
-"""
-
-ADDED_LINEAR = np.dtype([("linear", LINEAR), *((name, np.int64) for name in ("borders", "bias", "number"))])
-"""A linear layer whose outputs are added to the residual stream.
-
-If its inputs are divided among processes, "borders" is the address of the processes' first segments (see
-``add_slots``), and "number" the number of such layers before it. Otherwise both are 0. Sums of divided inputs
-are partial, and "bias" is added after the sum over the processes.
+"input_column" is not 0 if its inputs lie among the outputs of other layers. If its inputs are divided among
+processes, "borders" is the address of the processes' first segments (see ``add_slots``), and "number" the
+number of such layers before it. Otherwise both are 0. Sums of divided inputs are partial, and the bias is
+added after the sum over the processes.
 """
 
 LAYER = np.dtype(
     [
         *((name, NORM) for name in ("attention_norm", "query_norm", "key_norm", "after_attention_norm")),
-        *((name, LINEAR) for name in ("query", "key", "value", "query_up", "key_heads", "value_heads")),
-        ("output", ADDED_LINEAR),
+        *((name, LINEAR) for name in ("query", "key", "value", "output")),
+        *((name, LINEAR) for name in ("query_up", "key_heads", "value_heads")),
         *((name, NORM) for name in ("mlp_norm", "after_mlp_norm")),
-        *((name, LINEAR) for name in ("gate", "up")),
-        ("down", ADDED_LINEAR),
+        *((name, LINEAR) for name in ("gate", "up", "down")),
         ("activation", np.int64),
         ("has_experts", np.int64),
         *((name, np.float64) for name in ("query_scale", "attention_scale", "mlp_scale")),
@@ -134,4 +128,8 @@ A program gets two of them. The second has only the tokens after which logits or
 computed. Only the first ``num_logits`` tokens get logits; ``normed`` ends with the hidden states of all.
 """
 
-COUNTERS_PER_LAYER = 8
+COUNTERS_PER_LAYER, FIRST_STATE_COUNTER, ATTENTION_COUNTER = 8, 5, 7
+"""Counters of a layer's work, those of the kernels of its state, and that of the kernel of attention.
+
+The others belong to linear layers: the inputs of attention, "output", "gate", "down", and expansions.
+"""

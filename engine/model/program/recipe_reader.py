@@ -1,197 +1,44 @@
-"""Reads the computation of a model from its modules, so that a program can run it without them.
+"""Reads the recipe of a model from its modules.
 
-A recipe covers decoders of Llama's shape and GPT-2's: a layer has a norm, attention, another norm and an MLP,
-and adds the results of attention and of the MLP to the residual stream. An MLP with experts, and what takes
-the place of attention, such as a layer with a state, stay modules, which are called between two parts of the
-program. A model is refused if the recipe does not use one of its modules with weights. The recipe cannot show
-what a module computes beyond its weights. The program's logits are therefore compared with the modules'
-logits before it is used (see ``compiled_step``).
+A model is refused if the recipe does not use one of its modules with weights. The recipe cannot show what a
+module computes beyond its weights. The program's logits are therefore compared with the modules' logits
+before it is used (see ``checked_recipe``).
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
+from quire.engine.model.layers.experts import SharedMlp, shared_expert
 from quire.engine.model.layers.latent_attention import HeadLinear, LatentExpansion, latent_expansion
 from quire.engine.model.layers.packed_linear import PackedEmbedding, PackedLinear, embedding_scale
 from quire.engine.model.layers.row_layers import KernelActivation, RowNorm
-from quire.engine.model.state_recipe import StateRecipe, read_states
+from quire.engine.model.program.recipe import (
+    AttentionRecipe,
+    LatentRecipe,
+    LayerRecipe,
+    MlpRecipe,
+    NoRecipeError,
+    Rotation,
+    StepRecipe,
+)
+from quire.engine.model.program.state_recipe import StateRecipe, read_states
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.products.packed_product import FLOATS, form_of_inputs
 from quire.kernels.cpu.rows import Activation
 
 Module = TypeVar("Module", bound=torch.nn.Module)
-Rotation = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Function that returns the cosines and sines ``[num_positions, rotary_dim]`` of some positions."""
 _INTERLEAVED = "apply_rotary_pos_emb_interleave"
 _ROTATIONS = {"apply_rotary_pos_emb", _INTERLEAVED}
 """Functions of transformers that rotate keys of latent attention as the program does."""
-
-
-class NoRecipeError(Exception):
-    """A part of the model has no known shape; the message names it."""
-
-
-@dataclass(frozen=True)
-class MlpRecipe:
-    """``down(activation(gate) * up)``; without up, ``down(activation(gate))``.
-
-    Attributes:
-        gate: the first linear layer.
-        up: the layer by which the activation is multiplied; None if there is none.
-        first_up_column: first column of ``up`` that is used.
-        size: number of outputs of the activation.
-    """
-
-    gate: PackedLinear
-    up: PackedLinear | None
-    first_up_column: int
-    size: int
-    activation: KernelActivation
-    down: PackedLinear
-
-
-@dataclass(frozen=True)
-class LatentRecipe:
-    """What latent attention has beside the parts of other attention.
-
-    Attributes:
-        query_up: the layer that expands queries; None if there is none.
-        key_heads: multiplies a query by the weight of its head's keys.
-        value_heads: computes each head's value from a latent.
-        is_interleaved: whether neighbors are rotated, and not both halves of a key.
-    """
-
-    query_up: PackedLinear | None
-    key_heads: HeadLinear
-    value_heads: HeadLinear
-    is_interleaved: bool
-
-    @property
-    def latent_dim(self) -> int:
-        """Number of elements of a latent."""
-        return self.key_heads.out_features
-
-
-@dataclass(frozen=True)
-class AttentionRecipe:
-    """Attention.
-
-    Attributes:
-        number: the number of its call of attention, see ``KvHeads``.
-        projections: the linear layers of queries, keys and values, or one for all of them. With latent
-            attention, those of queries, of latents with rotated keys, and perhaps of a gate for each head.
-        query_norm, key_norm: with latent attention, those before ``query_up`` and of the latents.
-        is_gated: whether a gate, by whose sigmoid a head's result is multiplied, follows each head's query.
-        query_scale: factor of the queries, in addition to the one that attention applies.
-        rotation: index of the layer's rotation in ``StepRecipe.rotations``; None if it has none.
-    """
-
-    number: int
-    projections: tuple[PackedLinear, ...]
-    query_norm: RowNorm | None
-    key_norm: RowNorm | None
-    is_gated: bool
-    query_scale: float
-    rotation: int | None
-    output: PackedLinear
-    latents: LatentRecipe | None = None
-
-
-@dataclass(frozen=True)
-class LayerRecipe:
-    """One layer.
-
-    Attributes:
-        attention: a module if it has another shape, or is something else.
-        mlp: a module if it has experts.
-        shared: the expert of all tokens, which the program computes for this module; None if there is none.
-        attention_scale, mlp_scale: factors of what they add to the residual stream.
-        residual_scales: with these factors, the results of ``attention_norm`` and ``mlp_norm`` replace the
-            residual stream; None if it stays as it is.
-    """
-
-    attention_norm: RowNorm
-    attention: AttentionRecipe | StateRecipe | torch.nn.Module
-    after_attention_norm: RowNorm | None
-    mlp_norm: RowNorm
-    mlp: MlpRecipe | torch.nn.Module
-    after_mlp_norm: RowNorm | None
-    shared: MlpRecipe | None = None
-    attention_scale: float = 1.0
-    mlp_scale: float = 1.0
-    residual_scales: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class StepRecipe:
-    """A whole model.
-
-    Attributes:
-        embedding: ``[vocab_size, hidden_size]``, or the packed output layer's weight.
-        position_embedding: ``[num_positions + position_offset, hidden_size]``; None if there is none.
-        rotations: the different rotations of the layers.
-        final_norm: None if there is none.
-        finish: function of the logits, such as a soft cap.
-    """
-
-    embedding: torch.Tensor | PackedEmbedding
-    embedding_scale: float
-    position_embedding: torch.Tensor | None
-    position_offset: int
-    layers: tuple[LayerRecipe, ...]
-    rotations: tuple[Rotation, ...]
-    final_norm: RowNorm | None
-    head: PackedLinear
-    finish: Callable[[torch.Tensor], torch.Tensor] | None
-
-    @property
-    def attentions(self) -> list[AttentionRecipe]:
-        """Those that are no modules."""
-        return [each.attention for each in self.layers if isinstance(each.attention, AttentionRecipe)]
-
-    @property
-    def latents(self) -> list[LatentRecipe]:
-        """Those of latent attention that is no module."""
-        return [each.latents for each in self.attentions if each.latents is not None]
-
-    @property
-    def states(self) -> list[StateRecipe]:
-        """The layers with a state that are no modules."""
-        return [each.attention for each in self.layers if isinstance(each.attention, StateRecipe)]
-
-    def without_states(self) -> StepRecipe:
-        """Return the recipe in which layers with a state are modules."""
-        layers = [
-            replace(each, attention=each.attention.module)
-            if isinstance(each.attention, StateRecipe)
-            else each
-            for each in self.layers
-        ]
-        return replace(self, layers=tuple(layers))
-
-    @property
-    def mlps(self) -> list[MlpRecipe]:
-        """The MLPs that are no modules."""
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpRecipe)]
-
-    @property
-    def uses_torch(self) -> bool:
-        """Whether torch approximates something: in modules, or the rates at which states decay, at load."""
-        return self.has_modules or bool(self.states)
-
-    @property
-    def has_modules(self) -> bool:
-        """Whether modules compute a part of some layers."""
-        return len(self.attentions) + len(self.states) + len(self.mlps) < 2 * len(self.layers)
 
 
 def read_recipe(model: PreTrainedModel) -> StepRecipe:
@@ -250,8 +97,6 @@ class _Reader:
         return StepRecipe(
             embedding=self._embedding(embedding),
             embedding_scale=_scale(embedding) * float(getattr(config, "embedding_multiplier", 1.0)),
-            position_embedding=None,
-            position_offset=0,
             layers=tuple(layers),
             rotations=tuple(self._rotation(rotary, name) for name in rotation_names),
             final_norm=self._take(_first(base, "final_layernorm", "embedding_norm", "norm"), RowNorm),
@@ -322,7 +167,6 @@ class _Reader:
             query_norm=self._optional_norm(attention, "q_norm", "q_layernorm"),
             key_norm=self._optional_norm(attention, "k_norm", "k_layernorm"),
             is_gated=excess == 2,
-            query_scale=1.0,
             rotation=rotation,
             output=projected,
         )
@@ -351,8 +195,6 @@ class _Reader:
             projections=tuple(self._take(getattr(attention, name), PackedLinear) for name in names),
             query_norm=None if up is None else self._take(attention.q_a_layernorm, RowNorm),
             key_norm=self._take(attention.kv_a_layernorm, RowNorm),
-            is_gated=False,
-            query_scale=1.0,
             rotation=rotation if rotations else None,
             output=self._take(attention.o_proj, PackedLinear),
             latents=LatentRecipe(
@@ -384,7 +226,7 @@ class _Reader:
         if hasattr(mlp, "w1"):
             # LFM2 has no module for its activation.
             gate, up, down = (self._take(_child(mlp, name), PackedLinear) for name in ("w1", "w3", "w2"))
-            return MlpRecipe(gate, up, 0, gate.out_features, KernelActivation(Activation.SILU), down)
+            return MlpRecipe(gate, up, KernelActivation(Activation.SILU), down)
         act_fn, down_proj, gate_up_proj = "act_fn", "down_proj", "gate_up_proj"
         if hasattr(mlp, "input_linear"):  # Granite
             act_fn, down_proj, gate_up_proj = "activation", "output_linear", "input_linear"
@@ -399,12 +241,12 @@ class _Reader:
                 raise NoRecipeError(
                     f"half of {gate_up_proj} has {size} outputs, which is no multiple of {UNIT}"
                 )
-            return MlpRecipe(both, both, size, size, activation, down)
+            return MlpRecipe(both, both, activation, down, size)
         up = self._take(_child(mlp, "up_proj"), PackedLinear)
         if not hasattr(mlp, "gate_proj"):
-            return MlpRecipe(up, None, 0, up.out_features, activation, down)
+            return MlpRecipe(up, None, activation, down)
         gate = self._take(mlp.gate_proj, PackedLinear)
-        return MlpRecipe(gate, up, 0, gate.out_features, activation, down)
+        return MlpRecipe(gate, up, activation, down)
 
     def read_gpt2(self) -> StepRecipe:
         """Read a model of GPT-2's shape."""
@@ -415,17 +257,10 @@ class _Reader:
                 attention=AttentionRecipe(
                     number=_number(layer.attn),
                     projections=(self._take(layer.attn.c_attn, PackedLinear),),
-                    query_norm=None,
-                    key_norm=None,
-                    is_gated=False,
-                    query_scale=1.0,
-                    rotation=None,
                     output=self._take(layer.attn.c_proj, PackedLinear),
                 ),
-                after_attention_norm=None,
                 mlp_norm=self._take(layer.ln_2, RowNorm),
                 mlp=self._plain_mlp(layer.mlp.c_fc, layer.mlp.act, layer.mlp.c_proj),
-                after_mlp_norm=None,
             )
             for layer in base.h
         ]
@@ -443,17 +278,11 @@ class _Reader:
                         self._take(_child(layer.self_attn, name), PackedLinear)
                         for name in ("q_proj", "k_proj", "v_proj")
                     ),
-                    query_norm=None,
-                    key_norm=None,
-                    is_gated=False,
                     query_scale=layer.self_attn.scaling,
-                    rotation=None,
                     output=self._take(layer.self_attn.out_proj, PackedLinear),
                 ),
-                after_attention_norm=None,
                 mlp_norm=self._take(layer.final_layer_norm, RowNorm),
                 mlp=self._plain_mlp(layer.fc1, layer.activation_fn, layer.fc2),
-                after_mlp_norm=None,
             )
             for layer in base.layers
         ]
@@ -471,15 +300,13 @@ class _Reader:
             position_embedding=self._take(positions, torch.nn.Embedding).weight,
             position_offset=offset,
             layers=tuple(layers),
-            rotations=(),
             final_norm=None if final_norm is None else self._take(final_norm, RowNorm),
             head=self._take(self._model.lm_head, PackedLinear),
-            finish=None,
         )
 
     def _plain_mlp(self, first: Any, activation: Any, second: Any) -> MlpRecipe:
         up, down = self._take(first, PackedLinear), self._take(second, PackedLinear)
-        return MlpRecipe(up, None, 0, up.out_features, self._take(activation, KernelActivation), down)
+        return MlpRecipe(up, None, self._take(activation, KernelActivation), down)
 
     def _embedding(self, module: Any) -> torch.Tensor | PackedEmbedding:
         if isinstance(module, PackedEmbedding):
@@ -520,7 +347,8 @@ class _Reader:
 
 
 def _has_own_weights(module: torch.nn.Module) -> bool:
-    return isinstance(module, PackedLinear | RowNorm) or any(True for _ in _own_tensors(module))
+    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return isinstance(module, PackedLinear | RowNorm) or any(True for _ in tensors)
 
 
 def _has_weights(module: torch.nn.Module) -> bool:
@@ -535,37 +363,12 @@ def _number(attention: Any) -> int:
     return numbers[0]
 
 
-class SharedMlp(torch.nn.Module):
-    """Experts, and the one of all tokens that a layer of Granite has beside their module."""
-
-    def __init__(self, experts: torch.nn.Module, shared_expert: torch.nn.Module) -> None:
-        super().__init__()
-        self.experts, self.shared_expert = experts, shared_expert
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the sum of both for ``[1, num_tokens, hidden_size]``."""
-        total: torch.Tensor = self.experts(inputs) + self.shared_expert(inputs)
-        return total
-
-
-def shared_expert(mlp: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the expert of all tokens in a module of experts; None if there is none."""
-    if not hasattr(mlp, "experts"):
-        return None
-    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
-
-
 def _first(layer: Any, *names: str) -> Any:
     """Return the first child that a layer has; the error is about the last name."""
     for name in names[:-1]:
         if getattr(layer, name, None) is not None:
             return getattr(layer, name)
     return getattr(layer, names[-1])
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
 
 
 def _child(parent: Any, name: str) -> Any:

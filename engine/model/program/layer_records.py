@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from quire.engine.model.layers.latent_attention import HeadLinear
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
 from quire.engine.model.layers.row_layers import RowNorm
-from quire.engine.model.state_recipe import StateRecipe
-from quire.engine.model.step_recipe import AttentionRecipe, LatentRecipe, LayerRecipe, MlpRecipe
+from quire.engine.model.program.recipe import AttentionRecipe, LatentRecipe, LayerRecipe, MlpRecipe
+from quire.engine.model.program.state_recipe import StateRecipe
 from quire.kernels.cpu.products.linear import UNIT, unit_kernel
 
 
@@ -27,8 +28,16 @@ def columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int
     return key_column, key_column + heads.num_kv_heads * heads.head_dim, ends[0]
 
 
-def fill_layer(row: Any, layer: LayerRecipe) -> None:
+def fill_layers(rows: Any, layers: Sequence[LayerRecipe]) -> None:
     """Fill in all that does not depend on the memory, nor on modules."""
+    for row, layer in zip(rows, layers, strict=True):
+        _fill_layer(row, layer)
+    added = (row[name] for row in rows for name in ("output", "down"))
+    for number, each in enumerate(each for each in added if each["borders"]):
+        each["number"] = number
+
+
+def _fill_layer(row: Any, layer: LayerRecipe) -> None:
     for name in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
         row[name] = norm_record(getattr(layer, name))
     row["attention_scale"], row["mlp_scale"] = layer.attention_scale, layer.mlp_scale
@@ -42,11 +51,11 @@ def fill_layer(row: Any, layer: LayerRecipe) -> None:
         for name, projection in zip(("query", "key", "value"), attention.projections, strict=False):
             row[name] = linear_record(projection)
         row["query_scale"] = attention.query_scale
-        _fill_added(row, "output", attention.output)
+        row["output"] = linear_record(attention.output)
         if attention.latents is not None:
             _fill_latents(row, attention.latents)
     elif isinstance(attention, StateRecipe):
-        _fill_added(row, "output", attention.output)
+        row["output"] = linear_record(attention.output)
     row["has_experts"] = not isinstance(layer.mlp, MlpRecipe)
     if (mlp := layer.mlp if isinstance(layer.mlp, MlpRecipe) else layer.shared) is not None:
         _fill_mlp(row, mlp)
@@ -63,20 +72,11 @@ def _fill_latents(row: Any, latents: LatentRecipe) -> None:
 def _head_record(heads: HeadLinear) -> tuple[int, ...]:
     weight = heads.packed
     address = unit_kernel(weight.stored).address
-    return address, weight.panels.data_ptr(), 0, weight.in_features, 1, weight.num_units, 0
-
-
-def _fill_added(row: Any, name: str, linear: PackedLinear) -> None:
-    """Fill in a linear layer whose output is added to the residual stream."""
-    record = row[name]
-    record["linear"] = linear_record(linear)
-    if isinstance(linear, RowLinear):
-        record["borders"] = linear.borders.ctypes.data
-        record["bias"], record["linear"]["bias"] = record["linear"]["bias"], 0
+    return address, weight.panels.data_ptr(), 0, weight.in_features, 1, weight.num_units, 0, 0, 0
 
 
 def _fill_mlp(row: Any, mlp: MlpRecipe) -> None:
-    _fill_added(row, "down", mlp.down)
+    row["down"] = linear_record(mlp.down)
     row["activation"] = mlp.activation.kind
     num_units = -(-mlp.size // UNIT)
     row["gate"] = linear_record(mlp.gate)
@@ -97,8 +97,9 @@ def linear_record(layer: PackedLinear) -> tuple[int, ...]:
     if isinstance(layer, DividedHead):
         address, num_units = address + layer.first_unit * weight.unit_bytes, layer.num_units
         bias += 4 * layer.first_unit * UNIT if bias else 0
-    multiply = unit_kernel(weight.stored).address
-    return multiply, address, bias, layer.in_features, layer.num_segments, num_units, 0
+    borders = layer.borders.ctypes.data if isinstance(layer, RowLinear) else 0
+    sizes = layer.in_features, layer.num_segments, num_units
+    return unit_kernel(weight.stored).address, address, bias, *sizes, 0, borders, 0
 
 
 def first_column(head: PackedLinear) -> int:

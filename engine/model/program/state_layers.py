@@ -1,4 +1,4 @@
-"""The layers with a state in a compiled step."""
+"""The layers with a state in a compiled step: their records and buffers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.engine.model.layer_records import linear_record
-from quire.engine.model.state_recipe import StateRecipe, first_columns
+from quire.engine.model.program.layer_records import linear_record
+from quire.engine.model.program.state_recipe import StateRecipe, first_columns
 from quire.engine.model.states import States
 from quire.kernels.cpu import linear_attention, recurrence, rows
 from quire.kernels.cpu.intrinsics import STORAGE

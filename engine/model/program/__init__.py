@@ -1,0 +1,1 @@
+"""A model's steps as one compiled program on the CPU."""
