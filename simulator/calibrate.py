@@ -70,13 +70,7 @@ async def calibrate(
         rng = Random(time.time_ns())  # so that each run sends prompts that were not sent before
         probe = _Probe(client, model, rng)
         await probe.send(PROMPT_TOKENS[0], 2)
-        limit = model.max_model_len - RESERVED_TOKENS
-        first_tokens: list[Point] = []
-        for num_tokens in (n for n in PROMPT_TOKENS if n <= limit):
-            on_step(f"prompts of {num_tokens} tokens")
-            first_tokens.append((num_tokens, await probe.first_token_seconds(num_tokens)))
-        if len(first_tokens) < 2:
-            raise CalibrationError(f"the model takes {model.max_model_len} tokens: too few")
+        first_tokens = await probe.first_tokens(model.max_model_len, on_step)
         steps: list[Point] = []
         for batch in (n for n in BATCHES if n <= max_num_seqs):
             on_step(f"{batch} sequences a decode worker")
@@ -145,7 +139,21 @@ class _Probe:
                 block_bytes = delta.usage.bytes_shipped / delta.usage.blocks_shipped
         return _Timed(tuple(arrivals), block_bytes)
 
-    async def first_token_seconds(self, num_tokens: int) -> float:
+    async def first_tokens(self, max_model_len: int, on_step: OnStep) -> list[Point]:
+        """Return the time to the first token for each of ``PROMPT_TOKENS`` that the model takes.
+
+        Raises:
+            CalibrationError: these are too few.
+        """
+        points: list[Point] = []
+        for num_tokens in (n for n in PROMPT_TOKENS if n <= max_model_len - RESERVED_TOKENS):
+            on_step(f"prompts of {num_tokens} tokens")
+            points.append((num_tokens, await self._first_token_seconds(num_tokens)))
+        if len(points) < 2:
+            raise CalibrationError(f"the model takes {max_model_len} tokens: too few")
+        return points
+
+    async def _first_token_seconds(self, num_tokens: int) -> float:
         """Return the median time to the first token of single prompts of ``num_tokens``."""
         seconds: list[float] = []
         for _ in range(REPEATS):

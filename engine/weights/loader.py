@@ -155,34 +155,9 @@ def load_model(
     folder = find_model(model)
     check_configuration(folder)
     config = AutoConfig.from_pretrained(folder)
-    text_config = config.get_text_config()
-    check_supported(text_config)
-    wanted = _Wanted(folder, config, dtype, device, weight_dtype, arithmetic)
-    (module, digest, plan), shared_bytes = _load(wanted, collectives, weights_file)
-    max_position_embeddings = _connect(module, text_config)
-    check = _Check(module, config, max_position_embeddings, collectives)
-    heads, recipe = check.with_notes_in(weights_file) if shared_bytes and weights_file else check()
-    num_kv_heads, own_kv_heads = _kv_heads(heads, plan, collectives)
-    return LoadedModel(
-        module=module,
-        folder=folder,
-        digest=digest,
-        dtype=module.dtype,
-        num_layers=heads.num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=heads.head_dim,
-        max_position_embeddings=max_position_embeddings,
-        vocab_size=text_config.vocab_size,
-        eos_token_ids=_eos_token_ids(folder, text_config),
-        heads=heads,
-        recipe=recipe,
-        arithmetic=arithmetic_name(
-            choose_sums(arithmetic, module.dtype), device, recipe is not None and not recipe.uses_torch
-        ),
-        collectives=collectives,
-        divided=plan.linears,
-        own_kv_heads=own_kv_heads,
-        shared_bytes=shared_bytes,
+    check_supported(config.get_text_config())
+    return _load_checked(
+        _Wanted(folder, config, dtype, device, weight_dtype, arithmetic), collectives, weights_file
     )
 
 
@@ -195,6 +170,38 @@ class _Wanted(NamedTuple):
     device: torch.device
     weight_dtype: str
     arithmetic: str
+
+
+def _load_checked(
+    wanted: _Wanted, collectives: Collectives | None, weights_file: WeightsFile | None
+) -> LoadedModel:
+    """Load a model, and check that it can run over paged blocks."""
+    (module, digest, plan), shared_bytes = _load(wanted, collectives, weights_file)
+    text_config = wanted.config.get_text_config()
+    max_position_embeddings = _connect(module, text_config)
+    check = _Check(module, wanted.config, max_position_embeddings, collectives)
+    heads, recipe = check.with_notes_in(weights_file) if shared_bytes and weights_file else check()
+    num_kv_heads, own_kv_heads = _kv_heads(heads, plan, collectives)
+    sums = choose_sums(wanted.arithmetic, module.dtype)
+    return LoadedModel(
+        module=module,
+        folder=wanted.folder,
+        digest=digest,
+        dtype=module.dtype,
+        num_layers=heads.num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=heads.head_dim,
+        max_position_embeddings=max_position_embeddings,
+        vocab_size=text_config.vocab_size,
+        eos_token_ids=_eos_token_ids(wanted.folder, text_config),
+        heads=heads,
+        recipe=recipe,
+        arithmetic=arithmetic_name(sums, wanted.device, recipe is not None and not recipe.uses_torch),
+        collectives=collectives,
+        divided=plan.linears,
+        own_kv_heads=own_kv_heads,
+        shared_bytes=shared_bytes,
+    )
 
 
 def _load(

@@ -43,6 +43,15 @@ class PagedStep(NamedTuple):
     frames: Sequence[int]
     states: States | None
 
+    def next_call(
+        self, module: torch.nn.Module
+    ) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor | None]:
+        """Return the sequences, KV blocks and scales of a module's next call of attention."""
+        number = next(self.numbers)
+        if number not in module.kv_layers:  # type: ignore[operator]
+            raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")
+        return self.metadata.of_frame(self.frames[number]), self.layers[number], self.scales[number]
+
 
 @without_replacements
 def attend(
@@ -78,12 +87,10 @@ def attend(
     """
     if paged_step is None:
         raise RuntimeError(f"{type(module).__name__} did not pass paged_step on; this model cannot be served")
-    metadata, layers, scales, numbers, frames, states = paged_step
     if recurrence is not None:
-        return _advance_states(module, query, key, metadata, states, recurrence), None
-    layer = _numbered(module, next(numbers))
+        return _advance_states(module, query, key, paged_step, recurrence), None
+    metadata, kv_layer, kv_scales = paged_step.next_call(module)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    metadata, kv_layer, kv_scales = metadata.of_frame(frames[layer]), layers[layer], scales[layer]
     expansion, value_dim = latent_expansion(module), value.shape[-1]
     if expansion is None:
         query, key, value = _padded(query, key, value)
@@ -106,32 +113,23 @@ def attend(
         latent_dim=None if expansion is None else expansion.latent_dim,
         arithmetic=module.arithmetic,  # type: ignore[arg-type]
     )
-    output = output[..., :value_dim] if expansion is None else expansion.values(output)
-    return output[None], None
+    return (output[..., :value_dim] if expansion is None else expansion.values(output))[None], None
 
 
 def _advance_states(
     module: torch.nn.Module,
     inputs: torch.Tensor,
     steps: torch.Tensor,
-    metadata: AttentionMetadata,
-    states: States | None,
+    paged_step: PagedStep,
     recurrence: Recurrence,
 ) -> torch.Tensor:
     """Run the recurrence of a layer with a state.
 
     Such a layer gives ``[1, num_tokens, num_channels]`` inputs as queries and values, and its steps as keys.
     """
-    assert states is not None, "the blocks have no room for states"
-    places = states.places(module.state_number)  # type: ignore[arg-type]
-    return recurrence.advance(inputs[0], steps[0], metadata, places)[None]
-
-
-def _numbered(module: torch.nn.Module, number: int) -> int:
-    """Return the number of a call of attention; raise RuntimeError if it is another layer's."""
-    if number not in module.kv_layers:  # type: ignore[operator]
-        raise RuntimeError(f"{type(module).__name__} calls attention in another order than at load")
-    return number
+    assert paged_step.states is not None, "the blocks have no room for states"
+    places = paged_step.states.places(module.state_number)  # type: ignore[arg-type]
+    return recurrence.advance(inputs[0], steps[0], paged_step.metadata, places)[None]
 
 
 def _padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
