@@ -14,31 +14,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 LOWEST = np.float32(-1e30)
 """Used instead of minus infinity, since the difference of two infinities is NaN."""
 _ADDRESSES = (
-    "query",
-    "kv",
-    "output",
-    "block_tables",
-    "query_starts",
-    "seq_lens",
-    "parts",
-    "tiles",
-    "sinks",
-    "slopes",
-    "kv_scales",
-    "next_program",
+    *("query", "kv", "output", "block_tables", "query_starts", "seq_lens", "parts", "tiles"),
+    *("sinks", "slopes", "kv_scales", "next_program"),
 )
 _INTEGERS = (
-    "num_programs",
-    "num_kv_heads",
-    "num_heads",
-    "table_width",
-    "block_stride",
-    "value_offset",
-    "head_stride",
-    "scale_block_stride",
-    "scale_value_offset",
-    "window",
-    "is_chunked",
+    *("num_programs", "num_kv_heads", "num_heads", "table_width", "block_stride", "value_offset"),
+    *("head_stride", "scale_block_stride", "scale_value_offset", "window", "is_chunked"),
 )
 ARGUMENTS = np.dtype(
     [(name, np.int64) for name in _ADDRESSES + _INTEGERS] + [("scale", np.float32), ("softcap", np.float32)],

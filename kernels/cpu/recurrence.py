@@ -7,7 +7,6 @@ like the recurrence itself runs token by token, in float32.
 
 from __future__ import annotations
 
-from array import array
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -118,10 +117,7 @@ def layer_values(places: StatePlaces, row_size: int) -> dict[str, int]:
 
 def run(kernel: Any, fields: tuple[str, ...], values: tuple[int, ...]) -> None:
     """Run a kernel on all threads; its argument ``next_task`` becomes the address of a count of its tasks."""
-    arguments = array("q", (*values, 0))
-    address, _ = arguments.buffer_info()
-    arguments[fields.index("next_task")] = address + arguments.itemsize * len(values)
-    threads.run(kernel.address, address, torch.get_num_threads())
+    threads.run_with_counter(kernel.address, values, fields.index("next_task"), torch.get_num_threads())
 
 
 def num_conv_rows(taps: torch.Tensor, row_size: int) -> int:

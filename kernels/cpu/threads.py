@@ -9,6 +9,7 @@ already created.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,14 @@ def run(kernel_address: int, arguments: int | bytes, num_threads: int) -> None:
         _function(kernel_address)(arguments)
     else:
         parallel(kernel_address, arguments, num_threads, 0)
+
+
+def run_with_counter(kernel_address: int, values: tuple[int, ...], index: int, num_threads: int) -> None:
+    """Run a kernel whose arguments are int64; that at an index becomes the address of a counter of tasks."""
+    arguments = array("q", (*values, 0))
+    address, _ = arguments.buffer_info()
+    arguments[index] = address + arguments.itemsize * len(values)
+    run(kernel_address, address, num_threads)
 
 
 @cache

@@ -7,7 +7,6 @@ some of the segments computes subtrees of these sums, so the bits do not depend 
 
 from __future__ import annotations
 
-from array import array
 from functools import cache
 from typing import Any
 
@@ -26,19 +25,8 @@ Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MIN_THREADED_VALUES = 1 << 15
 """With fewer values than this, waking up threads costs more time than it saves."""
 _FIELDS = (
-    "values",
-    "factors",
-    "segments",
-    "places",
-    "pieces",
-    "output",
-    "next_token",
-    "num_rows",
-    "row_stride",
-    "width",
-    "num_tokens",
-    "num_places",
-    "num_pieces",
+    *("values", "factors", "segments", "places", "pieces", "output", "next_token"),
+    *("num_rows", "row_stride", "width", "num_tokens", "num_places", "num_pieces"),
 )
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
@@ -75,11 +63,8 @@ def weighted_sums(
         num_places,
         len(pieces) - 1,
     )
-    arguments = array("q", (*fields, 0))
-    address, _ = arguments.buffer_info()
-    arguments[_FIELDS.index("next_token")] = address + arguments.itemsize * len(fields)
     num_threads = torch.get_num_threads() if values.numel() >= _MIN_THREADED_VALUES else 1
-    threads.run(_kernel().address, address, num_threads)
+    threads.run_with_counter(_kernel().address, fields, _FIELDS.index("next_token"), num_threads)
     return output
 
 

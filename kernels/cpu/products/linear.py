@@ -102,6 +102,8 @@ MOST_SEGMENTS = 8
 _MOST_LEVELS = MOST_SEGMENTS.bit_length() - 1
 _MIN_THREADED_WORK = 1 << 19
 """With fewer multiplications than this, waking up threads costs more time than it saves."""
+_CHUNK_BYTES = 4 * 8
+"""Bytes of a chunk of ``multiply_chunks``."""
 
 
 @dataclass(frozen=True)
@@ -421,7 +423,7 @@ def multiply_chunks(
         rows.data_ptr(),
         chunks_at,
         output.data_ptr(),
-        chunks_at + 32 * num_chunks,
+        chunks_at + _CHUNK_BYTES * num_chunks,
         num_chunks,
         weight.in_features,
         own.start,
