@@ -80,7 +80,16 @@ def _sum_processes(
     meet(exchange, round_number)
     (first, end), stride = share(args.num_tokens, team), args.update_stride
     add_slots(exchange, round_number, linear.borders, first, end, stride, args.update)
-    _finish_sums(args.update, stride, linear.bias, first, end, storage)
+    # Only these sums are whole, so the bias is added and they are rounded here.
+    sums = carray(pointer(args.update, np.float32), (end, stride))
+    if linear.bias != 0:
+        bias = carray(pointer(linear.bias, np.float32), (stride,))
+        for row in range(first, end):
+            for column in range(stride):
+                sums[row, column] += bias[column]
+    for row in range(first, end):
+        for column in range(stride):
+            sums[row, column] = narrow(sums[row, column], storage)
     if args.adapted.num_rows != 0:
         for unit in range(linear.num_units):
             output = args.update + 4 * (first * stride + unit * UNIT)
@@ -156,17 +165,3 @@ def _sum_pieces(args: Any, exchange: Any, linear: Any, counter: int, inputs: Any
         first += size
         first_program += num_programs
         output += exchange.piece_bytes
-
-
-@exact
-def _finish_sums(output: int, width: int, bias: int, first: int, end: int, storage: Any) -> None:
-    """Add the bias, unless its address is 0, to some rows, and round them to the model's dtype."""
-    sums = carray(pointer(output, np.float32), (end, width))
-    if bias != 0:
-        addends = carray(pointer(bias, np.float32), (width,))
-        for row in range(first, end):
-            for column in range(width):
-                sums[row, column] += addends[column]
-    for row in range(first, end):
-        for column in range(width):
-            sums[row, column] = narrow(sums[row, column], storage)

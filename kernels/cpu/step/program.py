@@ -17,14 +17,14 @@ from typing import Any
 
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.intrinsics import exact, keep_apart, pointer
+from quire.kernels.cpu.intrinsics import call_for_int, exact, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.step.attention import run_attention
 from quire.kernels.cpu.step.linear_layers import NOT_ADAPTED, compute_linears, encode_rows, operands
 from quire.kernels.cpu.step.mlp import run_mlp
 from quire.kernels.cpu.step.records import COUNTERS_PER_LAYER, LAYER, STEP
 from quire.kernels.cpu.step.residual_stream import add_update, embed, normalize_rows
-from quire.kernels.cpu.step.team import join, share, wait
+from quire.kernels.cpu.step.team import Team, share, wait
 from quire.kernels.cpu.step.vectors import copy, normalize_row
 
 
@@ -67,7 +67,8 @@ def _begin(args: Any, layers: Any, team: Any, storage: Any, stored: Any, head_st
 
 @exact
 def _run_step(args: Any, kept: Any, storage: Any, stored: Any, head_stored: Any) -> None:
-    team = join(args)
+    num_threads = call_for_int(args.team_size) if args.team_size else 1
+    team = Team(fetch_and_increment(args.next_thread), num_threads)
     first_layer, num_layers = args.first_layer, args.num_layers
     begins_with_mlp = args.begins_with_mlp
     if first_layer + begins_with_mlp == num_layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from quire.kernels.cpu.intrinsics import arrive, call_for_int, exact, fetch_and_increment, read_shared
+from quire.kernels.cpu.intrinsics import arrive, call_for_int, exact, read_shared
 
 _SPINS = 10_000
 """How often a waiting thread checks the barrier before it offers its core to other threads.
@@ -20,13 +20,6 @@ class Team(NamedTuple):
 
     thread: int
     num_threads: int
-
-
-@exact
-def join(args: Any) -> Team:
-    """Return the place of the thread that calls this."""
-    num_threads = call_for_int(args.team_size) if args.team_size else 1
-    return Team(fetch_and_increment(args.next_thread), num_threads)
 
 
 @exact
