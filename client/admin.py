@@ -11,6 +11,7 @@ import grpc
 from quire.client.channel import channel_options
 from quire.client.conversion import values_of
 from quire.client.errors import typed_errors
+from quire.client.router_client import LONGEST_SECONDS
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 
@@ -169,7 +170,8 @@ class AdminClient:
 
     def _call(self, method: Callable[..., T], request: object, timeout: float | None = None) -> T:
         with typed_errors():
-            return method(request, timeout=self._timeout if timeout is None else timeout)
+            seconds = self._timeout if timeout is None else timeout
+            return method(request, timeout=min(LONGEST_SECONDS, seconds))
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import grpc
@@ -27,6 +28,12 @@ async def test_workers_are_listed_with_or_without_a_known_load(pair: Any) -> Non
         ("p2", "prefill", False),
     ]
     assert {w.load for w in workers} == {None}
+
+
+async def test_an_infinite_timeout_never_passes(pair: Any) -> None:
+    await pair.start()
+    with AdminClient(pair.running.admin_address, timeout=math.inf) as admin:
+        assert len(await asyncio.to_thread(admin.workers)) == 4
 
 
 async def test_the_status_has_the_tenants_and_the_metrics_of_the_router(pair: Any) -> None:
