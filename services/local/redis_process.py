@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -162,7 +161,8 @@ class RedisProcess:
         settings = {
             "bind": self._host,
             "port": self.port,
-            "dir": json.dumps(self._folder.name, ensure_ascii=False),
+            # Any byte may be in a name.
+            "dir": '"' + "".join(f"\\x{byte:02x}" for byte in os.fsencode(self._folder.name)) + '"',
             "save": '""',
             "appendonly": "no",
             "maxmemory": MAX_MEMORY,

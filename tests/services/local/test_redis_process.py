@@ -45,7 +45,7 @@ def test_a_given_port_is_tried_once(tries: Path) -> None:
 def test_the_folder_of_temporary_files_may_have_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / 'a "folder" of\ttemporary files \\ \u00e9'
+    folder = tmp_path / 'a "folder" of\ttemporary files \\ \u00e9\a\udcff'
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with RedisProcess():
