@@ -131,7 +131,7 @@ def _project_gathered(
 def _sum_pieces(args: Any, exchange: Any, linear: Any, counter: int, inputs: Any, round_number: int) -> None:
     """Compute this process's partial sums of a linear layer, one for each of its pieces.
 
-    They are rounded only after all processes' sums have been linear.
+    They are rounded only after all processes' sums have been added.
     """
     keep_apart()
     borders = carray(pointer(linear.borders, np.int64), (exchange.num_ranks + 1,))
