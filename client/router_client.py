@@ -11,7 +11,7 @@ from quire.client.tls import Tls, bearer
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 LONGEST_SECONDS = 1e9
-"""Longest deadline of a call, 32 years: gRPC takes much longer ones, as infinity, for times in the past."""
+"""Longest seconds of a call: gRPC takes much longer ones, as infinity, for times in the past."""
 
 
 class RouterClient:

@@ -67,7 +67,9 @@ class CompiledStep:
         # The program contains only addresses, so these references keep the memory alive.
         self._held: list[Any] = []
         self._adapted: list[Any] = []
-        self._counters = np.zeros((2 + len(recipe.layers)) * _CACHE_LINE + 1, np.int64)
+        # Two lines, the layers' counters, and that of the logits.
+        num_counters = 2 * _CACHE_LINE + COUNTERS_PER_LAYER * len(recipe.layers) + 1
+        self._counters = np.zeros(num_counters, np.int64)
         counters = self._counters.ctypes.data + 8 * 2 * _CACHE_LINE
         self._layers = np.zeros(len(recipe.layers), LAYER)
         fill_layers(self._layers, recipe.layers)
