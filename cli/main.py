@@ -5,6 +5,7 @@ Each process that ``quire serve`` starts imports this module again, so it import
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -31,3 +32,9 @@ def main() -> None:
         from quire.cli.failure import INTERRUPTED
 
         raise SystemExit(INTERRUPTED) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # What stdout still has in its buffer would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(f"error: cannot write: {error.strerror}") from None

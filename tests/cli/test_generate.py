@@ -40,6 +40,18 @@ def test_characters_that_the_terminal_lacks_are_escaped(command: list[str], fake
     assert (run.stdout, run.stderr) == (b"Blue is \xe9\\U0001f642.\n", b"")
 
 
+def test_a_full_disk_ends_the_command_with_one_line(command: list[str], fake_generation: Any) -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(
+            [*command, "generate", "What?", "--address", fake_generation.address],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert (run.returncode, run.stderr) == (1, b"error: cannot write: No space left on device\n")
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_every_parameter_with_a_help_text_has_an_option(
     quire: Quire, fake_generation: Any, verb: str
