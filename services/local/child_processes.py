@@ -60,14 +60,22 @@ def fork_server(modules: Sequence[str]) -> Context:
 
     Where libraries may not survive a fork, processes start from scratch instead: on systems other than Linux,
     and if there is a GPU driver, which torch calls.
+
+    Raises:
+        OSError: the server cannot be started, or its socket in the folder for temporary files.
     """
     if sys.platform != "linux" or has_gpu_driver():
         return FROM_SCRATCH
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     # The server keeps these signals blocked, so that a signal to the whole process group does not end it.
-    with signals_held_back():
-        forkserver.ensure_running()
+    try:
+        with signals_held_back():
+            forkserver.ensure_running()
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        raise OSError(f"{error}: set TMPDIR to a folder with a shorter path") from error
     return context
 
 

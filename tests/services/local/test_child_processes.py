@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,23 @@ def test_a_signal_while_the_fork_server_imports_leaves_no_process_half_started()
     )
     # The processes of the fork server have this standard error too, so all of them have ended.
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
+def test_a_folder_whose_path_is_too_long_for_a_socket_is_explained(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 108)
+    folder.mkdir()
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from quire.services.local.child_processes import fork_server; fork_server([])",
+        ],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    remedy = "OSError: AF_UNIX path too long: set TMPDIR to a folder with a shorter path"
+    assert run.stderr.splitlines()[-1] == remedy
