@@ -30,6 +30,8 @@ os.environ.clear()
 os.environ.update(environment)
 for number, output in enumerate(outputs, 1):
     os.dup2(output.fileno(), number)
+if outputs:
+    sys.stdout = open(1, "w", closefd=False)  # what it was may have been a file, which can be seeked
 sys.argv = ["-c", *arguments]
 exec(program, {"__name__": "__main__", "inherited": inherited})
 """

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -12,12 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.soak.chaos.cluster import Cluster
 from tests.soak.chaos.processes import TaskReport
+from tests.soak.chaos.schedule import Shape
 
 QUIET_SECONDS = 60.0
 """Longest time until nothing is held: expired leases and lost connections take some seconds."""
 MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 8.0
 FILES_MARGIN = 8
-"""Open files that a process may have more than before: connections that are just being closed."""
+"""Open files, or connections, that a process may have more than before: some are just being closed."""
+SOCKETS_OF_A_WORKER, SOCKETS_OF_A_PEER = 9, 4
+"""Sockets of a worker, with a client of Redis and of its metrics; and those for each other worker: a channel
+to it, one from it, and one for each pool that either has mapped. A restarted worker opens them when it first
+meets the other, so they are no leak."""
 TASKS_MARGIN = 2
 CALL, TASKS_OF_A_CALL = "_schedule_rpc_coro", ("_schedule_rpc_coro", "_handle_exceptions")
 CALLS_OF_A_ROUTER = 2
@@ -42,12 +50,14 @@ class Size:
     Attributes:
         num_starts: which process of this name it is.
         memory_mib: resident memory without mapped files, in MiB.
+        num_files: its open files without sockets.
         tasks: its tasks and channels; None if it did not report them.
     """
 
     num_starts: int
     memory_mib: float
     num_files: int
+    num_sockets: int
     tasks: TaskReport | None
 
 
@@ -67,19 +77,31 @@ async def check_rest(cluster: Cluster) -> None:
 
 async def measure(cluster: Cluster) -> dict[str, Size]:
     """Return what each process uses; call it at rest."""
+    running = {name: each for name, each in cluster.processes.items() if each.pid is not None}
+    # A report collects garbage, and with it connections, which the process at their other end has open too.
+    reports = {name: await process.report() for name, process in running.items()}
     sizes = {}
-    for name, process in cluster.processes.items():
-        if process.pid is None:
-            continue
-        watched, tasks = psutil.Process(process.pid), await process.report()
+    for name, process in running.items():
+        watched, tasks = psutil.Process(process.pid), reports[name]
         memory = watched.memory_info()
         size = (memory.rss - memory.shared) / (1 << 20)
-        sizes[name] = Size(process.num_starts, size, watched.num_fds(), tasks)
-        cluster.journal.record("size", process=name, memory_mib=size, files=watched.num_fds(), tasks=tasks)
+        num_sockets = _num_sockets(watched.pid)
+        num_files = watched.num_fds() - num_sockets
+        sizes[name] = Size(process.num_starts, size, num_files, num_sockets, tasks)
+        figures = {"memory_mib": size, "files": num_files, "sockets": num_sockets, "tasks": tasks}
+        cluster.journal.record("size", process=name, **figures)
     return sizes
 
 
-def growth(name: str, before: Size, after: Size, num_routers: int) -> list[str]:
+def _num_sockets(pid: int) -> int:
+    targets = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            targets.append(os.readlink(each))
+    return sum(target.startswith("socket:") for target in targets)
+
+
+def growth(name: str, before: Size, after: Size, shape: Shape) -> list[str]:
     """Return what has grown in a process; a process that was restarted meanwhile is not compared."""
     if before.num_starts != after.num_starts:
         return []
@@ -88,6 +110,12 @@ def growth(name: str, before: Size, after: Size, num_routers: int) -> list[str]:
         problems.append(f"{name} grew from {before.memory_mib:.0f} to {after.memory_mib:.0f} MiB")
     if after.num_files > before.num_files + FILES_MARGIN:
         problems.append(f"{name} had {before.num_files} open files, and then {after.num_files}")
+    num_routers, num_peers, expected = len(shape.routers), 0, 0
+    if name in shape.workers:
+        num_peers = len(shape.workers) - 1
+        expected = SOCKETS_OF_A_WORKER + num_routers + SOCKETS_OF_A_PEER * num_peers
+    if after.num_sockets > max(before.num_sockets + FILES_MARGIN, expected):
+        problems.append(f"{name} had {before.num_sockets} sockets, and then {after.num_sockets}")
     if before.tasks is None or after.tasks is None:
         return [*problems, f"{name} did not report its tasks"]
     tasks, earlier = after.tasks.tasks, before.tasks.tasks
@@ -96,7 +124,7 @@ def growth(name: str, before: Size, after: Size, num_routers: int) -> list[str]:
         num_new -= sum(tasks[each] - earlier[each] for each in TASKS_OF_A_CALL)
     if num_new > TASKS_MARGIN:
         problems.append(f"{name} has more tasks than before: {dict(tasks - earlier)}")
-    if after.tasks.num_channels > before.tasks.num_channels + TASKS_MARGIN:
+    if after.tasks.num_channels > max(before.tasks.num_channels + TASKS_MARGIN, num_peers):
         problems.append(
             f"{name} had {before.tasks.num_channels} channels, and then {after.tasks.num_channels}"
         )

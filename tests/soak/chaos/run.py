@@ -133,7 +133,7 @@ class _Phases:
 
 def _compare(report: ChaosReport, cluster: Cluster, before: dict[str, Size], after: dict[str, Size]) -> None:
     for name in before.keys() & after.keys():
-        for problem in growth(name, before[name], after[name], len(cluster.shape.routers)):
+        for problem in growth(name, before[name], after[name], cluster.shape):
             cluster.journal.record_defect(problem)
         if before[name].num_starts == after[name].num_starts:
             report.memory_mib[name] = (round(before[name].memory_mib, 1), round(after[name].memory_mib, 1))

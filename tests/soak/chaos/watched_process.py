@@ -32,6 +32,7 @@ def _print_report(number: int, frame: object) -> None:
     except RuntimeError:
         tasks = set()
     gc.unfreeze()  # a router freezes what it has once it is ready, and frozen objects are not listed
+    gc.collect()  # gRPC keeps the connection of a closed channel until its calls are collected
     names = Counter(getattr(task.get_coro(), "__qualname__", "?") for task in tasks)
     print(
         REPORT + json.dumps({"tasks": names, "channels": sum(map(_is_open_channel, gc.get_objects()))}),
