@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import psutil
@@ -21,11 +18,10 @@ QUIET_SECONDS = 60.0
 """Longest time until nothing is held: expired leases and lost connections take some seconds."""
 MEMORY_GROWTH, MEMORY_MARGIN_MIB = 1.1, 8.0
 FILES_MARGIN = 8
-"""Open files, or connections, that a process may have more than before: some are just being closed."""
-SOCKETS_OF_A_WORKER, SOCKETS_OF_A_PEER = 9, 4
-"""Sockets of a worker, with a client of Redis and of its metrics; and those for each other worker: a channel
-to it, one from it, and one for each pool that either has mapped. A restarted worker opens them when it first
-meets the other, so they are no leak."""
+"""Open files that a process may have more than before: connections that are just being closed."""
+FILES_OF_A_PEER = 5
+"""Open files of a worker for another one that it has met since: a channel to it, one from it, a socket for
+each pool that either has mapped, and the mapped pool. A restarted worker meets the others again."""
 TASKS_MARGIN = 2
 CALL, TASKS_OF_A_CALL = "_schedule_rpc_coro", ("_schedule_rpc_coro", "_handle_exceptions")
 CALLS_OF_A_ROUTER = 2
@@ -50,14 +46,12 @@ class Size:
     Attributes:
         num_starts: which process of this name it is.
         memory_mib: resident memory without mapped files, in MiB.
-        num_files: its open files without sockets.
         tasks: its tasks and channels; None if it did not report them.
     """
 
     num_starts: int
     memory_mib: float
     num_files: int
-    num_sockets: int
     tasks: TaskReport | None
 
 
@@ -85,20 +79,9 @@ async def measure(cluster: Cluster) -> dict[str, Size]:
         watched, tasks = psutil.Process(process.pid), reports[name]
         memory = watched.memory_info()
         size = (memory.rss - memory.shared) / (1 << 20)
-        num_sockets = _num_sockets(watched.pid)
-        num_files = watched.num_fds() - num_sockets
-        sizes[name] = Size(process.num_starts, size, num_files, num_sockets, tasks)
-        figures = {"memory_mib": size, "files": num_files, "sockets": num_sockets, "tasks": tasks}
-        cluster.journal.record("size", process=name, **figures)
+        sizes[name] = Size(process.num_starts, size, watched.num_fds(), tasks)
+        cluster.journal.record("size", process=name, memory_mib=size, files=watched.num_fds(), tasks=tasks)
     return sizes
-
-
-def _num_sockets(pid: int) -> int:
-    targets = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
-            targets.append(os.readlink(each))
-    return sum(target.startswith("socket:") for target in targets)
 
 
 def growth(name: str, before: Size, after: Size, shape: Shape) -> list[str]:
@@ -108,26 +91,21 @@ def growth(name: str, before: Size, after: Size, shape: Shape) -> list[str]:
     problems = []
     if after.memory_mib > before.memory_mib * MEMORY_GROWTH + MEMORY_MARGIN_MIB:
         problems.append(f"{name} grew from {before.memory_mib:.0f} to {after.memory_mib:.0f} MiB")
-    if after.num_files > before.num_files + FILES_MARGIN:
-        problems.append(f"{name} had {before.num_files} open files, and then {after.num_files}")
-    num_routers, num_peers, expected = len(shape.routers), 0, 0
-    if name in shape.workers:
-        num_peers = len(shape.workers) - 1
-        expected = SOCKETS_OF_A_WORKER + num_routers + SOCKETS_OF_A_PEER * num_peers
-    if after.num_sockets > max(before.num_sockets + FILES_MARGIN, expected):
-        problems.append(f"{name} had {before.num_sockets} sockets, and then {after.num_sockets}")
     if before.tasks is None or after.tasks is None:
         return [*problems, f"{name} did not report its tasks"]
+    num_peers = len(shape.workers) - 1 if name in shape.workers else 0
+    num_channels, num_before = after.tasks.num_channels, before.tasks.num_channels
+    num_met = min(num_peers, max(0, num_channels - num_before))
+    if after.num_files > before.num_files + FILES_MARGIN + FILES_OF_A_PEER * num_met:
+        problems.append(f"{name} had {before.num_files} open files, and then {after.num_files}")
     tasks, earlier = after.tasks.tasks, before.tasks.tasks
     num_new = tasks.total() - earlier.total()
-    if tasks[CALL] <= num_routers * CALLS_OF_A_ROUTER:
+    if tasks[CALL] <= len(shape.routers) * CALLS_OF_A_ROUTER:
         num_new -= sum(tasks[each] - earlier[each] for each in TASKS_OF_A_CALL)
     if num_new > TASKS_MARGIN:
         problems.append(f"{name} has more tasks than before: {dict(tasks - earlier)}")
-    if after.tasks.num_channels > max(before.tasks.num_channels + TASKS_MARGIN, num_peers):
-        problems.append(
-            f"{name} had {before.tasks.num_channels} channels, and then {after.tasks.num_channels}"
-        )
+    if num_channels > max(num_before + TASKS_MARGIN, num_peers):
+        problems.append(f"{name} had {num_before} channels, and then {num_channels}")
     return problems
 
 
