@@ -57,6 +57,12 @@ def read_trace(path: Path) -> list[TraceRequest]:
             ) from error
         if request.input_tokens < 1 or request.output_tokens < 1:
             raise TraceError(f"{path}:{number}: input_length and output_length must be at least 1")
+        num_blocks = math.ceil(request.input_tokens / TRACE_BLOCK_TOKENS)
+        if len(request.block_ids) < num_blocks:
+            raise TraceError(
+                f"{path}:{number}: hash_ids must have an id for each {TRACE_BLOCK_TOKENS} tokens of "
+                f"input_length, so at least {num_blocks}; got {len(request.block_ids)}"
+            )
         requests.append(request)
     if not requests:
         raise TraceError(f"{path}: holds no requests")
