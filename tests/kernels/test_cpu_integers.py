@@ -42,6 +42,7 @@ from quire.kernels.cpu.products.group_product import (
 )
 from quire.kernels.cpu.products.group_weight import GroupWeight, pack_groups
 from quire.kernels.cpu.products.integer_product import (
+    INPUT_BYTES,
     MOST_INPUTS,
     ROW_HEADER,
     Instruction,
@@ -369,7 +370,7 @@ def test_a_step_quantizes_rows_as_a_single_layer_does(seed: int, spoilt: float) 
     # Values of bfloat16 are often halfway between two integers.
     row = torch.randn(64, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
     row[seed % 64] *= spoilt
-    target = np.zeros(ROW_HEADER + len(row), np.uint8)
+    target = np.zeros(ROW_HEADER + INPUT_BYTES * len(row), np.uint8)
     groups = np.zeros((2, OPERAND_BYTES), np.uint8)
     compiled_encode(row.data_ptr(), target.ctypes.data, groups.ctypes.data, len(row))
     expected = quantize_to_integers(torch.ones((1, len(row)))).operands(row[None])[0].numpy()
@@ -397,14 +398,14 @@ def add_code_products(
     if most == 15:
         codes = [emit_nibbles(builder, words, half) for half in range(2)]
     found = emit_start(builder, correction, most, instruction, lanes)
-    found = emit_code_products(builder, [inputs, inputs], codes, found, most, instruction)
+    found = emit_code_products(builder, [inputs[0]] * 2, codes, found, most, instruction)
     return emit_end(builder, found, correction, most, instruction, lanes)
 
 
 def product_module(
     instruction: Instruction, lanes: int, emit: Callable[..., Any] = emit_integer_products
 ) -> ir.Module:
-    """Return a module with ``void product(int32 *inputs, int32 *weights, int32 *sums)``."""
+    """Return a module with ``void product(int32 *inputs, int32 *weights, int32 *sums)``; inputs are two."""
     module = ir.Module()
     integer = ir.IntType(32)
     words = ir.VectorType(integer, lanes).as_pointer()
@@ -412,7 +413,8 @@ def product_module(
     function = ir.Function(module, kind, "product")
     builder = ir.IRBuilder(function.append_basic_block())
     inputs, weights, totals = function.args
-    values = builder.load(inputs), builder.load(weights, align=4), builder.load(totals, align=4)
+    two = [builder.load(builder.gep(inputs, [ir.Constant(integer, index)])) for index in range(2)]
+    values = two, builder.load(weights, align=4), builder.load(totals, align=4)
     builder.store(emit(builder, *values, instruction), totals, align=4)
     builder.ret_void()
     return module
@@ -441,11 +443,14 @@ def test_all_instructions_compute_the_same(instruction: Instruction, lanes: int,
     drawn = [tuple(random.integers((0, -128), (256, 128))) for _ in range(100)]
     for unsigned, signed in extremes + drawn:
         inputs = np.append(random.integers(0, 256, 3), unsigned).astype(np.uint8)
+        stored = np.resize(inputs, 8)
+        if instruction == "vpmaddwd":
+            stored = inputs[[0, 2, 1, 3]].astype(np.uint16)
         weights = np.full((lanes, 4), signed, np.int8)
         weights[:, :3] = random.integers(-128, 128, (lanes, 3))
         totals = random.integers(-(2**30), 2**30, lanes).astype(np.int32)
         expected = totals + weights.astype(np.int32) @ inputs.astype(np.int32)
-        product(inputs.ctypes.data, weights.ctypes.data, totals.ctypes.data)
+        product(stored.ctypes.data, weights.ctypes.data, totals.ctypes.data)
         assert np.array_equal(totals, expected)
     del engine
 
@@ -461,12 +466,12 @@ def test_all_instructions_compute_the_same_of_codes(
     product = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(address)
     random = np.random.Generator(np.random.PCG64(5))
     for extreme in (-127, 127, 0, *random.integers(-127, 128, 50)):
-        inputs = np.append(random.integers(-127, 128, 3), extreme).astype(np.int8)
+        inputs = np.resize(np.append(random.integers(-127, 128, 3), extreme).astype(np.int8), 8)
         stored = random.integers(0, 256, (lanes, 4)).astype(np.uint8)
         stored[0] = 255
         codes = stored & most, (stored >> 4 if most == 15 else ~stored & most)
         totals = np.full(lanes, random.integers(-1000, 1000), np.int32)
-        expected = totals + sum(each.astype(np.int64) for each in codes) @ inputs.astype(np.int64)
+        expected = totals + sum(each.astype(np.int64) for each in codes) @ inputs[:4].astype(np.int64)
         product(inputs.ctypes.data, stored.ctypes.data, totals.ctypes.data)
         assert np.array_equal(totals, expected)
     del engine

@@ -14,6 +14,7 @@ treats denormal numbers as zero; ``flush_denormals`` makes the other products do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,12 +57,12 @@ def has_pair_products() -> bool:
     return TILE_COLUMNS > LANES and processor_features().get("avx512bf16", False)
 
 
-def emit_pair_products(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:
+def emit_pair_products(builder: Any, inputs: Sequence[Any], weights: Any, sums: Any) -> Any:
     """Emit ``sums + inputs * weights`` over pairs: one of inputs, and ``LANES`` of weights, as int32."""
     function_type = ir.FunctionType(_SUMS, [_SUMS, _PAIRS_VECTOR, _PAIRS_VECTOR])
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    pairs = [builder.bitcast(each, _PAIRS_VECTOR) for each in (splat(builder, inputs, LANES), weights)]
+    pairs = [builder.bitcast(each, _PAIRS_VECTOR) for each in (splat(builder, inputs[0], LANES), weights)]
     return builder.call(function, [sums, *pairs])
 
 

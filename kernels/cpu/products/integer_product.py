@@ -4,13 +4,17 @@ The sums over integers are exact, so their bits depend neither on the order nor 
 processors compute the same. Inputs are stored with 128 added, since ``vpdpbusd`` multiplies unsigned by
 signed integers. From each sum, 128 times the sum of the column's weights is subtracted.
 
+``vpmaddwd`` multiplies integers of 16 bits: the even weights of each four by the even inputs, and then the
+odd ones. Its inputs are stored in this order, since a vector that repeats a word of memory costs nothing.
+
     panel   [in_features / 4, TILE_COLUMNS, 4] int8, then the columns' float32 scales and int32 sums
-    row     a float32 scale, ``ROW_HEADER`` bytes in all, then [in_features] uint8
+    row     a float32 scale, ``ROW_HEADER`` bytes in all, then [in_features] uint8; for ``vpmaddwd``, for each
+            four inputs the even two and the odd two, as uint16
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +22,14 @@ from llvmlite import ir
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, float_from_bits, pointer, splat
+from quire.kernels.cpu.intrinsics import (
+    TILE_COLUMNS,
+    exact,
+    float_from_bits,
+    pointer,
+    processor_features,
+    splat,
+)
 
 INTEGERS: Any = np.int32
 """NumPy type that stands for these weights in Numba."""
@@ -50,13 +61,19 @@ def integer_instruction(features: Mapping[str, bool]) -> tuple[Instruction, int]
     return ("vpmaddwd", 8) if features.get("avx2") else ("vpmulld", 8)
 
 
+INTEGER_INSTRUCTION, INTEGER_LANES = integer_instruction(processor_features())
+"""How kernels of this process multiply integers."""
+INPUT_BYTES = 2 if INTEGER_INSTRUCTION == "vpmaddwd" and not processor_features().get("amx-int8") else 1
+"""Bytes of an integer of a row; tiles read single bytes."""
+
+
 def emit_integer_products(
-    builder: Any, inputs: Any, weights: Any, sums: Any, instruction: Instruction
+    builder: Any, inputs: Sequence[Any], weights: Any, sums: Any, instruction: Instruction
 ) -> Any:
     """Emit ``sums + inputs * weights`` over the ``INPUTS`` bytes of each lane.
 
     Args:
-        inputs: int32, ``INPUTS`` unsigned bytes.
+        inputs: the int32 that hold ``INPUTS`` inputs of a row.
         weights, sums: vectors of int32; weights are ``INPUTS`` signed bytes in each lane.
     """
     vector, lanes = weights.type, weights.type.count
@@ -68,10 +85,10 @@ def emit_integer_products(
         function_type = ir.FunctionType(vector, [vector] * 3)
         name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
         function = cgutils.get_or_insert_function(builder.module, function_type, name)
-        return builder.call(function, [sums, repeated(inputs), weights])
+        return builder.call(function, [sums, repeated(inputs[0]), weights])
     if instruction == "vpmaddwd":
         return _emit_halves(builder, inputs, weights, sums)
-    return emit_single_bytes(builder, repeated(inputs), weights, sums)
+    return emit_single_bytes(builder, repeated(inputs[0]), weights, sums)
 
 
 def emit_single_bytes(builder: Any, unsigned: Any, signed: Any, sums: Any) -> Any:
@@ -87,19 +104,21 @@ def emit_single_bytes(builder: Any, unsigned: Any, signed: Any, sums: Any) -> An
     return sums
 
 
-def _emit_halves(builder: Any, inputs: Any, weights: Any, sums: Any) -> Any:
+def _emit_halves(builder: Any, inputs: Sequence[Any], weights: Any, sums: Any) -> Any:
     """Emit the products of the even and of the odd bytes, as integers of 16 bits, which cannot saturate."""
     vector, lanes = weights.type, weights.type.count
     halves = ir.VectorType(_INT16, 2 * lanes)
     name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [halves] * 2), name)
-    mask, eight = ir.Constant(_INT32, 0x00FF00FF), ir.Constant(halves, [8] * 2 * lanes)
+    eight = ir.Constant(halves, [8] * 2 * lanes)
     words = builder.bitcast(weights, halves)
     even = builder.ashr(builder.shl(words, eight), eight)
     odd = builder.ashr(words, eight)
-    for half, byte in ((even, 0), (odd, 8)):
-        unsigned = builder.and_(builder.lshr(inputs, ir.Constant(_INT32, byte)), mask)
-        repeated = builder.bitcast(splat(builder, unsigned, lanes), halves)
+    if len(inputs) == 1:
+        mask = ir.Constant(_INT32, 0x00FF00FF)
+        inputs = [builder.and_(builder.lshr(inputs[0], ir.Constant(_INT32, byte)), mask) for byte in (0, 8)]
+    for half, word in zip((even, odd), inputs, strict=True):
+        repeated = builder.bitcast(splat(builder, word, lanes), halves)
         sums = builder.add(sums, builder.call(function, [repeated, half]))
     return sums
 
@@ -128,14 +147,18 @@ def encode_integers(source: int, target: int, length: int) -> None:
     """Quantize a row of float32; a value that is not finite makes its scale NaN. Both are addresses."""
     values = carray(pointer(source, np.float32), (length,))
     scales = carray(pointer(target, np.float32), (1,))
-    integers = carray(pointer(target + ROW_HEADER, np.uint8), (length,))
+    octets = carray(pointer(target + ROW_HEADER, np.uint8), (length,))
+    pairs = carray(pointer(target + ROW_HEADER, np.uint16), (length // INPUTS, 2, INPUTS // 2))
     scales[0], inverse = scale_and_inverse(source, length)
-    if inverse == 0.0:
-        for index in range(length):
-            integers[index] = 128
-        return
-    for index in range(length):
-        integers[index] = np.uint8(np.int32(np.rint(values[index] * inverse)) + np.int32(128))
+    for first in range(0, length, INPUTS):
+        for number in range(INPUTS):
+            integer = np.int32(128)
+            if inverse != 0.0:
+                integer += np.int32(np.rint(values[first + number] * inverse))
+            if INPUT_BYTES == 1:
+                octets[first + number] = np.uint8(integer)
+            else:
+                pairs[first // INPUTS, number % 2, number // 2] = np.uint16(integer)
 
 
 @exact

@@ -29,7 +29,14 @@ from quire.kernels.cpu.products.amx_product import (
     TILE_SIDE,
     may_use_tiles,
 )
-from quire.kernels.cpu.products.integer_product import INPUTS, INTEGERS, LEAST_PEAK, PANEL_TRAILER, ROW_HEADER
+from quire.kernels.cpu.products.integer_product import (
+    INPUT_BYTES,
+    INPUTS,
+    INTEGERS,
+    LEAST_PEAK,
+    PANEL_TRAILER,
+    ROW_HEADER,
+)
 from quire.kernels.cpu.products.linear import (
     UNIT,
     Allocate,
@@ -77,10 +84,14 @@ class IntegerWeight(EncodedWeight):
         return True
 
     def operands(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of inputs as uint8 ``[num_rows, ROW_HEADER + in_features]``."""
+        """Return rows of inputs as uint8 ``[num_rows, ROW_HEADER + INPUT_BYTES * in_features]``."""
         integers, scales = quantize_rows(rows.float())
-        operands = torch.zeros((len(rows), ROW_HEADER + self.in_features), dtype=torch.uint8)
-        operands[:, ROW_HEADER:] = (integers + 128).to(torch.uint8)
+        octets = (integers + 128).to(torch.uint8)
+        if INPUT_BYTES == 2:
+            pairs = octets.unflatten(-1, (-1, INPUTS // 2, 2)).transpose(-1, -2)
+            octets = pairs.flatten(1).to(torch.int16).view(torch.uint8)
+        operands = torch.zeros((len(rows), ROW_HEADER + octets.shape[1]), dtype=torch.uint8)
+        operands[:, ROW_HEADER:] = octets
         operands[:, :4] = scales.view(torch.uint8)
         return operands
 

@@ -32,7 +32,6 @@ from quire.kernels.cpu.intrinsics import (
     fused,
     instruction,
     pointer,
-    processor_features,
     splat,
     widen,
     widened,
@@ -65,12 +64,14 @@ from quire.kernels.cpu.products.group_product import (
     read_in_groups,
 )
 from quire.kernels.cpu.products.integer_product import (
+    INPUT_BYTES,
     INPUTS,
+    INTEGER_INSTRUCTION,
+    INTEGER_LANES,
     INTEGERS,
     PANEL_TRAILER,
     ROW_HEADER,
     emit_integer_products,
-    integer_instruction,
 )
 
 _SCALE_BYTES = 2
@@ -99,7 +100,7 @@ _FORMS = {
     **dict.fromkeys(GROUP_CODINGS, BY_GROUP),
 }
 """Form of the inputs that are multiplied with weights of a type, unless it is ``FLOATS``."""
-_GROUP_BYTES = (4 * GROUP, 2 * GROUP, GROUP, OPERAND_BYTES)
+_GROUP_BYTES = (4 * GROUP, 2 * GROUP, INPUT_BYTES * GROUP, OPERAND_BYTES)
 """Bytes of ``GROUP`` inputs, by their form."""
 _WEIGHT_BYTES = {_PAIRS: 2, _CHAINS: 2, _TILES: 2, _INTEGERS: 1, _INTEGER_TILES: 1}
 """Bytes of a weight whose Numba type stands for another type."""
@@ -304,13 +305,12 @@ def add_rows_product(
         elif stored.dtype in _BITS:
             _add_groups(tile, arguments[3], _BITS[stored.dtype])
         elif stored.dtype == _PAIRS:
-            _add_words(tile, arguments[3], 2, (_FLOAT, LANES), emit_pair_products)
+            _add_words(tile, arguments[3], (2, 1), (_FLOAT, LANES), emit_pair_products)
         elif stored.dtype == _CHAINS:
             _add_chains(tile, arguments[3])
         elif stored.dtype == _INTEGERS or (stored.dtype == _INTEGER_TILES and num_rows <= FEW_ROWS):
-            instruction, lanes = integer_instruction(processor_features())
-            emit = partial(emit_integer_products, instruction=instruction)
-            _add_words(tile, arguments[3], INPUTS, (_INT32, lanes), emit)
+            emit = partial(emit_integer_products, instruction=INTEGER_INSTRUCTION)
+            _add_words(tile, arguments[3], (INPUTS, INPUT_BYTES), (_INT32, INTEGER_LANES), emit)
         elif stored.dtype in CODINGS and num_rows <= FEW_ROWS:
             _add_coded(tile, arguments[3], CODINGS[stored.dtype])
         elif stored.dtype in CODINGS:
@@ -392,38 +392,43 @@ def _add_coded(tile: _Tile, depth: Any, coding: Coding) -> None:
 
 
 def _add_words(
-    tile: _Tile, depth: Any, per_word: int, sums_type: tuple[Any, int], emit: Callable[..., Any]
+    tile: _Tile, depth: Any, words: tuple[int, int], sums_type: tuple[Any, int], emit: Callable[..., Any]
 ) -> None:
     """Emit the product with weights of which each column has words of 32 bits with several inputs.
 
     Args:
-        per_word: inputs in a word.
+        words: inputs of a word of weights, and how many words of a row have these inputs.
         sums_type: type of the sums, and how many of them an instruction adds to.
-        emit: emits the instruction from a word of inputs, a vector of words of weights, and the sums.
+        emit: emits the instruction from words of inputs, a vector of words of weights, and the sums.
     """
-    builder, word_bytes = tile.builder, 4 * tile.columns
+    builder, (per_word, num_words) = tile.builder, words
     kind, lanes = sums_type
-    num_parts = tile.columns // lanes
-    words = ir.VectorType(_INT32, lanes)
     totals = tile.total_parts(kind, lanes)
+    num_parts = len(tile.rights) * tile.columns // lanes
+    num_rows, size, num_turns = len(tile.lefts), num_parts, 1
+    if num_words == 2 and num_rows > 1:
+        # With two vectors for each part's weights, registers have room for the sums of 4 rows and 2 parts.
+        size, num_turns = 2, -(-num_rows // 4)
 
     def add(index: Any, sums: _Sums) -> _Sums:
-        offset = builder.mul(index, ir.Constant(_INT64, word_bytes))
-        inputs = [tile.word(row, index, _INT32) for row in range(len(tile.lefts))]
-        results = {}
-        for panel, right in enumerate(tile.rights):
-            at = builder.bitcast(builder.gep(right, [offset]), words.as_pointer())
-            for part in range(num_parts):
-                weights = builder.load(builder.gep(at, [ir.Constant(_INT64, part)]), align=4)
-                for row, word in enumerate(inputs):
-                    each = (row, panel * num_parts + part)
-                    results[each] = emit(builder, word, weights, sums[each])
-        return results
+        offset = builder.mul(index, ir.Constant(_INT64, 4 * tile.columns))
+        first = builder.mul(index, ir.Constant(_INT64, num_words))
+        places = [builder.add(first, ir.Constant(_INT64, number)) for number in range(num_words)]
+        inputs = {row: [tile.word(row, each, _INT32) for each in places] for row, _ in sums}
+        weights = {part: tile.stored_part(part, offset, _INT32, lanes) for _, part in sums}
+        return {
+            (row, part): emit(builder, inputs[row], weights[part], total)
+            for (row, part), total in sums.items()
+        }
 
-    starts = {each: builder.load(total, align=4) for each, total in totals.items()}
-    num_words = builder.udiv(depth, ir.Constant(_INT64, per_word))
-    for each, result in emit_loop(builder, num_words, starts, add).items():
-        builder.store(result, totals[each], align=4)
+    count = builder.udiv(depth, ir.Constant(_INT64, per_word))
+    for start in range(0, num_parts, size):
+        for turn in range(num_turns):
+            rows = range(num_rows * turn // num_turns, num_rows * (turn + 1) // num_turns)
+            own = [(row, part) for row in rows for part in range(start, start + size)]
+            starts = {each: builder.load(totals[each], align=4) for each in own}
+            for each, result in emit_loop(builder, count, starts, add).items():
+                builder.store(result, totals[each], align=4)
 
 
 def _add_chains(tile: _Tile, depth: Any) -> None:
@@ -512,8 +517,7 @@ def _for_each_group(tile: _Tile, depth: Any, num_bytes: int, add: Callable[[Any,
 
 def _add_codes(tile: _Tile, depth: Any, coding: GroupCoding) -> None:
     """Emit the product of codes in groups and inputs of 8 bits."""
-    _, lanes = integer_instruction(processor_features())
-    parts = len(tile.rights) * TILE_COLUMNS // lanes
+    parts = len(tile.rights) * TILE_COLUMNS // INTEGER_LANES
     # With the weights of two words of inputs, the sums of several rows fit into registers for two parts only.
     size = parts if len(tile.lefts) <= 2 else 2
 
@@ -527,7 +531,7 @@ def _add_codes(tile: _Tile, depth: Any, coding: GroupCoding) -> None:
 def _add_codes_of(tile: _Tile, group: Any, start: Any, parts: range, coding: GroupCoding) -> None:
     """Emit the sums of a group for some parts of the columns."""
     builder, rows = tile.builder, range(len(tile.lefts))
-    instruction, lanes = integer_instruction(processor_features())
+    instruction, lanes = INTEGER_INSTRUCTION, INTEGER_LANES
     pointers, floats = tile.total_parts(_FLOAT, lanes), ir.VectorType(_FLOAT, lanes)
     first = builder.mul(group, ir.Constant(_INT64, OPERAND_BYTES // 4))
     keys = [(row, part) for row in rows for part in parts]
