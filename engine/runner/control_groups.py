@@ -38,11 +38,13 @@ class ControlGroups:
     def _limits(self, controller: str, *names: str) -> Iterator[list[int]]:
         """Yield the numbers in files of this process's group and of those around it, where there is a limit.
 
+        Files that cannot be read count as absent: a service's sandbox may hide them.
+
         Args:
             controller: of version 1; the empty string means version 2.
         """
         paths = {"": "/", controller: "/"}
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             for line in self.own.read_text().splitlines():
                 _, controllers, path = line.split(":", 2)
                 paths |= dict.fromkeys(controllers.split(","), path)
@@ -52,7 +54,7 @@ class ControlGroups:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 numbers = " ".join((folder / name).read_text() for name in names).split()
                 if numbers[0] not in ("max", "-1"):
                     yield [int(number) for number in numbers]

@@ -8,6 +8,9 @@ import pytest
 
 from quire.engine.runner.control_groups import ControlGroups
 
+UNREADABLE = Path("/proc/self/mem")
+"""A file that cannot be read at its beginning, not even by root."""
+
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
 def test_a_containers_limit_counts_if_it_is_less(tmp_path: Path, name: str) -> None:
@@ -39,3 +42,14 @@ def test_the_smallest_limit_of_nested_groups_counts(tmp_path: Path, own: str, fo
     assert groups.memory_bytes() == 1 << 20
     (group / name).write_text("524288\n")
     assert groups.memory_bytes() == 1 << 19
+
+
+@pytest.mark.parametrize("name", ["own", "memory.max", "memory/memory.limit_in_bytes", "cpu.max"])
+def test_files_that_cannot_be_read_are_no_limits(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to(UNREADABLE)
+    groups = ControlGroups(tmp_path, tmp_path / "own")
+    with pytest.raises(OSError, match="Input/output error"):
+        (tmp_path / name).read_bytes()
+    assert groups.num_processors() is None
+    assert groups.memory_bytes() == ControlGroups(tmp_path / "none", tmp_path / "none").memory_bytes()
