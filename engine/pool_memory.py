@@ -36,6 +36,7 @@ def allocate_pool(
     device: torch.device,
     num_sharing: int = 1,
     *,
+    num_copies: int = 1,
     cache_bytes: int = 0,
     share: Callable[[int], SharedMemory] | None = None,
 ) -> KvMemory:
@@ -46,6 +47,7 @@ def allocate_pool(
 
     Args:
         num_sharing: number of processes that share the GPU, or the machine's memory, in equal parts.
+        num_copies: copies of the weights that all of them share, one for each NUMA node with a worker.
         cache_bytes: memory on the host that the caller will use for further blocks.
         share: allocates a given number of bytes that other processes can map, for a pool on the CPU; None
             means private memory.
@@ -81,7 +83,7 @@ def allocate_pool(
         host_bytes += num_bytes
         if draft is not None:
             host_bytes += num_blocks * draft.kv_shape(config.block_size).block_bytes
-    check_memory(config, host_bytes, num_sharing, model.shared_bytes)
+    check_memory(config, host_bytes, num_sharing, num_copies * model.shared_bytes)
     shared = None if share is None or device.type != "cpu" else share(num_bytes)
     return KvMemory(shape, num_blocks, device, shared=shared, own_heads=model.own_kv_heads)
 

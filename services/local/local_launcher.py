@@ -92,6 +92,7 @@ class LocalLauncher(ChildProcesses[WorkerConfig]):
         sizes = [min(len(each), share_of_quota(num_workers, index)) for index, each in enumerate(own, first)]
         places = places_of(own, sizes, Path(self._folder) if lends else None)
         self.places |= dict(zip(new, places, strict=True))
+        num_weights_files = len({nodes_of(cores, place) for place in self.places.values()})
         for name, config in configs.items():
             folder = config.transport_dir or self._folder
             placed = replace(
@@ -100,6 +101,7 @@ class LocalLauncher(ChildProcesses[WorkerConfig]):
                 shares_processors=self.places[name].shared is not None or num_workers > len(cores),
                 transport_dir=folder,
                 weights_file=self._weights_file(config, nodes_of(cores, self.places[name])),
+                num_weights_files=num_weights_files,
             )
             super().start({name: placed})
 

@@ -63,6 +63,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         shares_processors: whether other workers may use its processors.
         shared_processors: the workers that lend each other these processors; None: no others.
         weights_file: the file in which workers share the model's weights; None: its weights are its own.
+        num_weights_files: number of such files on its machine, one for each NUMA node with a worker.
         worker_id: name in the cluster; None makes one.
         max_step_seconds: the worker ends if its engine hangs in one step for this long and for ten times its
             longest recent step.
@@ -136,6 +137,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
     shares_processors: bool = False
     shared_processors: SharedProcessors | None = None
     weights_file: WeightsFile | None = None
+    num_weights_files: int = 1
     worker_id: str | None = None
     max_step_seconds: float = 60.0
     lease_ttl_seconds: float = 10.0

@@ -26,6 +26,7 @@ NOT_FLAGS = {
     WorkerConfig: {
         "role",
         "num_sharing",
+        "num_weights_files",
         "cpus",
         "kv_events",
         "shared_processors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,15 @@ def test_weights_that_workers_share_count_once(tmp_path: Path, monkeypatch: pyte
     check_memory(config, 50 << 20, 4, 112 << 20, groups)
     with pytest.raises(SettingError, match="50 MiB for its model, all share 113 MiB of weights, and 512 MiB"):
         check_memory(config, 50 << 20, 4, 113 << 20, groups)
+
+
+def test_each_node_has_a_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(pool_memory, "check_memory", lambda *arguments: counted.append(arguments[3]))
+    shared = replace(model(1), shared_bytes=5)
+    allocate_pool(EngineConfig(num_blocks=4), shared, None, META, num_sharing=4)
+    allocate_pool(EngineConfig(num_blocks=4), shared, None, META, num_sharing=4, num_copies=2)
+    assert counted == [5, 10]
 
 
 def test_every_rank_has_a_part_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ def _allocate_pool(
         draft,
         device,
         config.num_sharing,
+        num_copies=config.num_weights_files,
         cache_bytes=config.host_cache_bytes,
     )
     if ranks is not None:
