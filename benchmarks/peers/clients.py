@@ -25,6 +25,8 @@ MODEL = "model"
 """The name under which every server serves its model."""
 CHECK_PROMPT, CHECK_TOKENS = [2, 3, 4], 2
 """A small request, which shows that a server answers."""
+ANSWER_SECONDS = 600
+"""Time limit of an answer."""
 TAIL_BYTES = 4096
 """Bytes of a stream's end that are kept, enough for the message with the token counts."""
 
@@ -36,9 +38,8 @@ Send: TypeAlias = Callable[[Sequence[int], int, float], Awaitable[RequestRecord]
 async def http_sender(url: str) -> AsyncIterator[Send]:
     """Yield the function that sends a request to ``/v1/completions`` of a server."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=600)
-    ) as session:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def send_over_http(prompt: Sequence[int], max_tokens: int, due: float) -> RequestRecord:
             body = json.dumps(completion_body(prompt, max_tokens))
@@ -51,7 +52,7 @@ async def http_sender(url: str) -> AsyncIterator[Send]:
                         if b'"text"' in chunk:
                             arrivals.append(time.perf_counter())
                         tail = (tail + chunk)[-TAIL_BYTES:]
-            except aiohttp.ClientError as error:
+            except (aiohttp.ClientError, TimeoutError) as error:
                 return RequestRecord(type(error).__name__, due, time.perf_counter())
             return http_record(response.status, tail, arrivals, due)
 
@@ -61,7 +62,7 @@ async def http_sender(url: str) -> AsyncIterator[Send]:
 @asynccontextmanager
 async def grpc_sender(address: str) -> AsyncIterator[Send]:
     """Yield the function that sends a request to quire's gRPC service."""
-    async with AsyncClient(address, timeout=600) as client:
+    async with AsyncClient(address, timeout=ANSWER_SECONDS) as client:
 
         async def send_over_grpc(prompt: Sequence[int], max_tokens: int, due: float) -> RequestRecord:
             request = BenchRequest(

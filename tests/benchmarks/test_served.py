@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from quire.benchmarks.peers import served
+from quire.benchmarks.peers import clients, served
 from quire.benchmarks.peers.clients import completion_body, http_record, http_sender, run_together, usage_of
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.served import Figures, figures_of
@@ -100,3 +100,19 @@ def test_sides_are_compared_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not failures
     assert [row["tokens_per_second"] for row in rows] == [200.0, 100.0]
     assert [row["ratios"]["ttft_p50_ms"] for row in rows] == [0.25, None]
+
+
+def test_a_server_that_never_answers_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "ANSWER_SECONDS", 0.05)
+
+    async def status() -> str:
+        held = []
+        server = await asyncio.start_server(lambda *stream: held.append(stream), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, http_sender(f"http://127.0.0.1:{port}") as send:
+            record = await send([1], 2, 0.0)
+            for _, writer in held:
+                writer.close()
+        return record.status
+
+    assert asyncio.run(status()) == "TimeoutError"
