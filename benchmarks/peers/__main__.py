@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from quire.benchmarks.harness.options import OneOf
-from quire.benchmarks.harness.program import Report, program
+from quire.benchmarks.harness.program import CannotRunError, Report, program
 from quire.benchmarks.harness.random_llamas import CACHE
 from quire.benchmarks.harness.rounds import medians, show_progress
 from quire.benchmarks.peers.environments import (
@@ -97,7 +97,11 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
     """Start all sides with a model, run the workloads, and end the sides."""
     workloads = [WORKLOADS[name] for name in options.workloads]
     if options.gguf:
-        path, vocab_size = Path(model), read_header(Path(model)).tensors["token_embd.weight"].shape[0]
+        path = Path(model)
+        try:
+            vocab_size = read_header(path).tensors["token_embd.weight"].shape[0]
+        except OSError as error:
+            raise CannotRunError(str(error)) from None
     else:
         path, vocab_size = random_model(model, options.folder)
     setup = setup_for(workloads, path, dtype, options.threads)
@@ -110,7 +114,9 @@ def compare(options: Options, model: str, dtype: Dtype) -> Comparison:
                 running[side] = stack.enter_context(start(side, setup, options.folder))
             except SideFailedError as error:
                 failures.append(f"{side} cannot run {model} in {dtype} here: {error}")
-        for workload in workloads if running else ():
+        for workload in workloads:
+            if not running:
+                break
             found, reasons = measure(workload, running, vocab_size, options.rounds)
             rows += [{"model": model, "dtype": dtype, "workload": workload.name, **row} for row in found]
             for side, reason in reasons.items():

@@ -97,7 +97,14 @@ def report_all(
     Raises:
         CannotRunError: no side can run here.
     """
-    found = {(model, dtype): compare(model, dtype) for model, dtype in product(models, dtypes)}
+
+    def compared(model: str, dtype: Dtype) -> Comparison:
+        try:
+            return compare(model, dtype)
+        except CannotRunError as error:  # the results of the others must not be lost
+            return Comparison([], [str(error)], {}, {})
+
+    found = {(model, dtype): compared(model, dtype) for model, dtype in product(models, dtypes)}
     rows = [row for each in found.values() for row in each.rows]
     failures = [failure for each in found.values() for failure in each.failures]
     if not rows:

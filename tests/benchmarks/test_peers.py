@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from quire.benchmarks.harness.program import CannotRunError
 from quire.benchmarks.model_sizes import SIZES
 from quire.benchmarks.peers import __main__ as peers
 from quire.benchmarks.peers import models
 from quire.benchmarks.peers.processes import Answer, SideFailedError
-from quire.benchmarks.peers.rounds import ratios
+from quire.benchmarks.peers.rounds import Comparison, ratios, report_all
+from quire.benchmarks.peers.sides.protocol import Dtype
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
 
 
@@ -142,3 +145,32 @@ def test_without_any_side_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
         peers.main(["--sides", "vllm", "--models", "tiny", "--dtypes", "float32", "--folder", str(tmp_path)])
     assert raised.value.code == 2
     assert "run with --install first" in capsys.readouterr().err
+
+
+def test_no_workload_runs_when_all_sides_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "start", lambda *_: nullcontext(Double(fails_at=0)))
+    monkeypatch.setattr(peers, "random_model", lambda *_: (tmp_path, 320))
+    options = peers.Options(sides=("quire",), workloads=("one-stream", "prefill"))
+    found = peers.compare(options, "7m", "float32")
+    assert (found.rows, found.failures) == (
+        [],
+        ["quire cannot run one-stream of 7m in float32 here: out of memory"],
+    )
+
+
+def test_a_model_that_cannot_run_loses_no_results_of_others() -> None:
+    def compare(model: str, dtype: Dtype) -> Comparison:
+        if model == "2b":
+            raise CannotRunError("There is no random model 2b.")
+        return Comparison([{"workload": "mixed"}], [], {}, {})
+
+    report = report_all(["7m", "2b"], ["float32"], compare, {"workload": "{workload}"})
+    assert report.results["rows"] == [{"workload": "mixed"}]
+    assert report.results["failures"] == ["There is no random model 2b."]
+
+
+def test_a_gguf_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        peers.main(["--sides", "quire", "--gguf", str(tmp_path / "a.gguf"), "--folder", str(tmp_path)])
+    assert raised.value.code == 2
+    assert "a.gguf" in capsys.readouterr().err
