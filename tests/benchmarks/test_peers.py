@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from quire.benchmarks.harness.program import CannotRunError
 from quire.benchmarks.model_sizes import SIZES
@@ -16,7 +19,12 @@ from quire.benchmarks.peers import models
 from quire.benchmarks.peers.processes import Answer, SideFailedError
 from quire.benchmarks.peers.rounds import Comparison, ratios, report_all
 from quire.benchmarks.peers.sides.protocol import Dtype
+from quire.benchmarks.peers.sides.quire import arithmetic
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
+from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16
+from quire.kernels.cpu.products.integer_weight import quantize_to_integers
+from quire.kernels.cpu.products.linear import PackedWeight, pack
 
 
 class Figures(NamedTuple):
@@ -174,3 +182,20 @@ def test_a_gguf_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureF
         peers.main(["--sides", "quire", "--gguf", str(tmp_path / "a.gguf"), "--folder", str(tmp_path)])
     assert raised.value.code == 2
     assert "a.gguf" in capsys.readouterr().err
+
+
+def test_the_instructions_of_products() -> None:
+    weight = torch.zeros(64, 64)
+    tiles: Any = pack(weight.bfloat16(), AMX_BFLOAT16)
+    integers = quantize_to_integers(weight)
+
+    def named(packed: PackedWeight) -> str:
+        module = torch.nn.Sequential(PackedLinear(packed))
+        llm: Any = SimpleNamespace(engine=SimpleNamespace(model=SimpleNamespace(module=module)))
+        return arithmetic(llm)
+
+    assert named(pack(weight)) == "float32 products"
+    assert named(replace(tiles, by_tiles=True)) == "tdpbf16ps"
+    assert named(replace(tiles, by_tiles=False)) == "float32 products in the order of tdpbf16ps"
+    assert named(replace(integers, by_tiles=True)) == "tdpbusd"
+    assert named(replace(integers, by_tiles=False)) in ("vpdpbusd", "vpmaddwd", "vpmulld")

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.kernels.cpu.intrinsics import processor_features
+from quire.kernels.cpu.products.amx_product import CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import PAIRS
 from quire.kernels.cpu.products.integer_product import integer_instruction
 from quire.llm import LLM, SamplingParams
@@ -38,10 +39,15 @@ def load(setup: Setup) -> Side:
 def arithmetic(llm: LLM) -> str:
     """Return how the model's linear layers are multiplied."""
     of_integers = integer_instruction(processor_features())[0]
-    of_floats = {PAIRS: "vdpbf16ps"}
+    by_type = {
+        PAIRS: "vdpbf16ps",
+        TILES: "tdpbf16ps",
+        CHAINS: "float32 products in the order of tdpbf16ps",
+        INTEGER_TILES: "tdpbusd",
+    }
     layers = [each for each in llm.engine.model.module.modules() if isinstance(each, PackedLinear)]
     found = {
-        of_integers if packed.rounds_inputs else of_floats.get(packed.stored, "float32 products")
+        by_type.get(packed.stored, of_integers if packed.rounds_inputs else "float32 products")
         for packed in (each.packed for each in layers)
     }
     return ", ".join(sorted(found))
