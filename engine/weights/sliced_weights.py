@@ -53,6 +53,7 @@ def load_slices(
         plan.check(num_ranks)
         by_parameter = converted(checkpoint, model)
         _check_names(model, by_parameter, checkpoint)
+        _check_tied(model, by_parameter)
         if isinstance(checkpoint, Checkpoint):
             checkpoint.check_shapes({name: tuple(each.shape) for name, each in model.named_parameters()})
         _check_dtype(model, dtype)
@@ -173,6 +174,18 @@ def _check_names(
             "ranks read the tensors of a checkpoint by the names of the model's parameters, and these have "
             f"no counterpart: {', '.join(sorted(missing | unknown | buffers)[:5])}"
         )
+
+
+def _check_tied(model: PreTrainedModel, by_parameter: ConvertedCheckpoint | GgufCheckpoint) -> None:
+    """Raise UnsupportedModelError if tied weights differ: transformers unties such weights."""
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if {name, source} <= by_parameter.names and not torch.equal(
+            by_parameter.read(name, None), by_parameter.read(source, None)
+        ):
+            raise UnsupportedModelError(
+                f"its configuration ties {name} to {source}, and the checkpoint has other values for it, "
+                "which ranks do not read; set tie_word_embeddings to false in config.json"
+            )
 
 
 def _check_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
 
 from quire.benchmarks.model_survey import RANK_SIZES, make_tiny_model
@@ -85,3 +86,17 @@ def test_weights_that_stay_in_float32_are_named(
     load_slices(tmp_path, config, torch.float32, 0, 2)
     with pytest.raises(UnsupportedModelError, match=r"\(input_layernorm\).*choose --dtype float32"):
         load_slices(tmp_path, config, torch.bfloat16, 0, 2)
+
+
+def test_tied_weights_of_other_values_are_refused(
+    saved: Callable[[str], PreTrainedModel], tmp_path: Path
+) -> None:
+    saved("llama")
+    config = AutoConfig.from_pretrained(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(UnsupportedModelError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+        load_slices(tmp_path, config, torch.float32, 0, 2)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert load_slices(tmp_path, config, torch.float32, 0, 2)
