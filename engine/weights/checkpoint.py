@@ -125,8 +125,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of one of the tensors that are not quantized."""
-        dtype: torch.dtype = self._load(min(self.names - set(self._parts))).dtype
+        """The dtype of one of the weights that are not quantized."""
+        weights = (name for name in self.names - set(self._parts) if self._type(name) in _FLOATS)
+        dtype: torch.dtype = self._load(min(weights)).dtype
         return dtype
 
     def read(self, name: str, part: tuple[int, slice] | None) -> torch.Tensor:
@@ -207,10 +208,10 @@ class Checkpoint:
                     raise UnsupportedModelError(
                         f"{name} is a quantized weight, but config.json has no quantization_config"
                     )
-                if name.endswith(".weight") and self._type(name) not in _FLOATS:
-                    raise self._wrong(
-                        name, f"is {self._type(name)}, but config.json has no quantization_config"
-                    )
+                kind = self._type(name)
+                # The names of experts may have no ending.
+                if kind.startswith("F8") or (name.endswith(".weight") and kind not in _FLOATS):
+                    raise self._wrong(name, f"is {kind}, but config.json has no quantization_config")
             return
         layouts = _LAYOUTS[self.quantization.method]
         endings = tuple(end for each in layouts for end in (*each.scales, *each.others.values()))

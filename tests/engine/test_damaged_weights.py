@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from quire.benchmarks.model_survey import make_tiny_model
+from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.loader import load_model
 from quire.engine.weights.sliced_weights import load_slices
 from quire.models.file_checks import REMEDY, ModelFileError
@@ -72,6 +74,19 @@ def test_a_weight_of_integers_is_refused(model: Path) -> None:
     change(model, lambda tensors: tensors.update({QUERY: tensors[QUERY].long()}))
     with pytest.raises(ModelFileError, match=f"has a tensor {QUERY} that is I64"):
         load_model(str(model), "float32", CPU)
+
+
+def test_experts_of_8_bits_without_their_scales_are_refused(tmp_path: Path) -> None:
+    make_tiny_model("gpt_oss").save_pretrained(tmp_path)
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    change(tmp_path, lambda tensors: tensors.update({experts: tensors[experts].to(torch.float8_e4m3fn)}))
+    with pytest.raises(ModelFileError, match=f"has a tensor {experts} that is F8_E4M3"):
+        load_model(str(tmp_path), "float32", CPU)
+
+
+def test_the_dtype_of_a_checkpoint_is_that_of_a_weight(model: Path) -> None:
+    change(model, lambda tensors: tensors.update({"a.position_ids": torch.arange(4)}))
+    assert Checkpoint(model).dtype == torch.float32
 
 
 def test_tensors_that_no_parameter_needs_are_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:
