@@ -282,6 +282,10 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
     tolerance = _HALF_TOLERANCE if _rounds_inputs(module) else _TOLERANCE.get(dtype, _HALF_TOLERANCE)
     for name, (paged, expected) in parts.items():
         error = _relative_error(paged, expected)
+        if not error <= tolerance and not expected.isfinite().all():
+            raise UnsupportedModelError(
+                f"the logits of {name} are not finite: the weights are damaged, or do not fit {dtype}"
+            )
         if not error <= tolerance:
             raise UnsupportedModelError(
                 f"over paged blocks the logits of {name} differ from the model's own by {error:.0%}: "

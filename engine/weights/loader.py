@@ -177,6 +177,8 @@ def _load_checked(
 ) -> LoadedModel:
     """Load a model, and check that it can run over paged blocks."""
     (module, digest, plan), shared_bytes = _load(wanted, collectives, weights_file)
+    if module.dtype not in DTYPES.values():
+        raise UnsupportedModelError(f"its weights are {module.dtype}: choose --dtype {' or '.join(DTYPES)}")
     text_config = wanted.config.get_text_config()
     max_position_embeddings = _connect(module, text_config)
     check = _Check(module, wanted.config, max_position_embeddings, collectives)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from quire.benchmarks.model_survey import make_tiny_model
+from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.checkpoint import Checkpoint
 from quire.engine.weights.loader import load_model
 from quire.engine.weights.sliced_weights import load_slices
@@ -82,6 +84,26 @@ def test_experts_of_8_bits_without_their_scales_are_refused(tmp_path: Path) -> N
     change(tmp_path, lambda tensors: tensors.update({experts: tensors[experts].to(torch.float8_e4m3fn)}))
     with pytest.raises(ModelFileError, match=f"has a tensor {experts} that is F8_E4M3"):
         load_model(str(tmp_path), "float32", CPU)
+
+
+@pytest.mark.parametrize(("name", "value"), [(NORM, math.nan), (QUERY, math.inf)])
+def test_weights_that_are_not_finite_are_named(model: Path, name: str, value: float) -> None:
+    change(model, lambda tensors: tensors[name].view(-1)[0].fill_(value))
+    with pytest.raises(
+        UnsupportedModelError, match=r"are not finite: .* damaged, or do not fit torch\.float32"
+    ):
+        load_model(str(model), "float32", CPU)
+
+
+def test_weights_of_64_bits_need_another_dtype(model: Path) -> None:
+    change(model, lambda tensors: tensors.update({name: each.double() for name, each in tensors.items()}))
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float64"}))
+    with pytest.raises(
+        UnsupportedModelError, match=r"are torch\.float64: choose --dtype float32 or bfloat16"
+    ):
+        load_model(str(model), "auto", CPU)
+    load_model(str(model), "float32", CPU)
 
 
 def test_the_dtype_of_a_checkpoint_is_that_of_a_weight(model: Path) -> None:
