@@ -40,6 +40,9 @@ from quire.settings.setting import SettingError
 KILL_SECONDS = 10.0
 """Time after its grace period in which a process has to end before it is killed."""
 
+_NO_STATUS = 255
+"""What multiprocessing takes for the exit code of a process whose fork server has ended."""
+
 T = TypeVar("T")
 Target = Callable[..., None]
 Context = ForkServerContext | SpawnContext
@@ -228,6 +231,14 @@ def end_of(process: BaseProcess) -> str:
     return f"was killed by {signal.Signals(-code).name}"
 
 
+def _end_orphan(process: BaseProcess) -> None:
+    """Kill a process that seems to have ended, but only its fork server has, which reports its end."""
+    process.join()
+    if process.exitcode == _NO_STATUS and process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
 class ChildProcesses(Generic[T]):
     """Processes of one kind. If one ends without a stop, it is started again after ``RESTART_SECONDS``.
 
@@ -292,6 +303,9 @@ class ChildProcesses(Generic[T]):
             if name in self._starting and child.pipe in ready:
                 happened.append(self._report(child))
             if child.process.sentinel in ready:
+                _end_orphan(child.process)
+                if name in self._starting:
+                    happened.append(self._report(child))
                 happened += self._end(child)
         return happened
 

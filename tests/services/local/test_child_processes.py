@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import select
+import signal
 import subprocess
 import sys
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from quire.services.local.child_processes import FROM_SCRATCH, start_child
+from quire.services.launch.launcher import NotStarted, Started
+from quire.services.local.child_processes import (
+    FROM_SCRATCH,
+    ChildProcesses,
+    fork_server,
+    start_child,
+    stopped_at_end,
+)
 
 
 def test_a_process_that_cannot_be_started_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +89,37 @@ def test_a_folder_whose_path_is_too_long_for_a_socket_is_explained(tmp_path: Pat
     )
     remedy = "OSError: AF_UNIX path too long: set TMPDIR to a folder with a shorter path"
     assert run.stderr.splitlines()[-1] == remedy
+
+
+PAUSE = """
+import signal
+
+def pause(serves, report):
+    if serves:
+        report("ready")
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
+@pytest.mark.parametrize("serves", [False, True])
+def test_no_process_outlives_the_fork_server_that_reports_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    (tmp_path / "pausing.py").write_text(PAUSE)
+    monkeypatch.syspath_prepend(tmp_path)
+    pause, server = importlib.import_module("pausing").pause, cast("Any", forkserver)
+    with stopped_at_end(5.0, lambda waiting: None) as running:
+        children: ChildProcesses[bool] = ChildProcesses(running, pause, fork_server([]))
+        children.start({"worker": serves})
+        if serves:
+            wait(children.waitables(), 60)
+            assert children.events() == [Started("worker", "ready")]
+        end = os.pidfd_open(running["worker"].process.pid or 0)
+        os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+        wait(children.waitables(), 60)
+        happened = children.events()
+        assert [type(event) for event in happened] == ([] if serves else [NotStarted])
+        assert children.seconds is not None  # it will be started again
+        assert select.select([end], [], [], 60)[0]
+        os.close(end)
