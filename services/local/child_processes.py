@@ -83,14 +83,21 @@ def fork_server(modules: Sequence[str]) -> Context:
 
 
 def wait_for_imports(context: Context) -> None:
-    """Wait until the fork server has imported its modules. A signal may interrupt this, but not a start."""
+    """Wait until the fork server has imported its modules. A signal may interrupt this, but not a start.
+
+    Raises:
+        OSError: the fork server has ended.
+    """
     if context is not FROM_SCRATCH:
         process = context.Process()
         has_started = threading.Event()
+        failures: list[OSError] = []
 
         def start() -> None:
             try:
-                process.start()
+                _start(process)
+            except OSError as error:
+                failures.append(error)
             finally:
                 has_started.set()
 
@@ -98,7 +105,23 @@ def wait_for_imports(context: Context) -> None:
         # joins the thread: if a signal interrupts a join, Python before 3.13 regards the thread as ended.
         threading.Thread(target=start, daemon=True).start()
         has_started.wait()
+        if failures:
+            raise failures[0]
         process.join()
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a process.
+
+    Raises:
+        OSError: it cannot be started, or its fork server has ended.
+    """
+    try:
+        process.start()
+    except EOFError as error:
+        raise ChildProcessError(
+            "the process that imports the workers' libraries and forks them was killed; memory may be short"
+        ) from error
 
 
 def has_gpu_driver() -> bool:
@@ -155,7 +178,7 @@ def start_child(name: str, target: Target, argument: object, context: Context = 
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child_main, args=(target, argument, sender), name=name)
     try:
-        process.start()
+        _start(process)
     except BaseException:
         receiver.close()
         raise

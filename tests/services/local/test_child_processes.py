@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,6 +24,7 @@ from quire.services.local.child_processes import (
     fork_server,
     start_child,
     stopped_at_end,
+    wait_for_imports,
 )
 
 
@@ -123,3 +125,19 @@ def test_no_process_outlives_the_fork_server_that_reports_its_end(
         assert children.seconds is not None  # it will be started again
         assert select.select([end], [], [], 60)[0]
         os.close(end)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
+def test_a_fork_server_that_is_killed_while_it_imports_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, connect = cast("Any", forkserver), forkserver.connect_to_new_process
+
+    def connect_and_kill(descriptors: Sequence[int]) -> tuple[int, int]:
+        os.kill(server._forkserver._forkserver_pid, signal.SIGSTOP)
+        connection = connect(descriptors)
+        os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+        return connection
+
+    context = fork_server([])
+    monkeypatch.setattr(forkserver, "connect_to_new_process", connect_and_kill)
+    with pytest.raises(OSError, match="forks them was killed; memory may be short"):
+        wait_for_imports(context)
