@@ -6,10 +6,9 @@ from importlib.metadata import version
 
 from quire.benchmarks.peers.sides.protocol import Setup, Side, serve
 from quire.engine.model.layers.packed_linear import PackedLinear
-from quire.kernels.cpu.intrinsics import processor_features
 from quire.kernels.cpu.products.amx_product import CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import PAIRS
-from quire.kernels.cpu.products.integer_product import integer_instruction
+from quire.kernels.cpu.products.integer_product import INTEGER_INSTRUCTION
 from quire.llm import LLM, SamplingParams
 
 BLOCK_SIZE = 16
@@ -38,7 +37,6 @@ def load(setup: Setup) -> Side:
 
 def arithmetic(llm: LLM) -> str:
     """Return how the model's linear layers are multiplied."""
-    of_integers = integer_instruction(processor_features())[0]
     by_type = {
         PAIRS: "vdpbf16ps",
         TILES: "tdpbf16ps",
@@ -47,7 +45,7 @@ def arithmetic(llm: LLM) -> str:
     }
     layers = [each for each in llm.engine.model.module.modules() if isinstance(each, PackedLinear)]
     found = {
-        by_type.get(packed.stored, of_integers if packed.rounds_inputs else "float32 products")
+        by_type.get(packed.stored, INTEGER_INSTRUCTION if packed.rounds_inputs else "float32 products")
         for packed in (each.packed for each in layers)
     }
     return ", ".join(sorted(found))

@@ -414,8 +414,9 @@ def _add_words(
         offset = builder.mul(index, ir.Constant(_INT64, 4 * tile.columns))
         first = builder.mul(index, ir.Constant(_INT64, num_words))
         places = [builder.add(first, ir.Constant(_INT64, number)) for number in range(num_words)]
-        inputs = {row: [tile.word(row, each, _INT32) for each in places] for row, _ in sums}
-        weights = {part: tile.stored_part(part, offset, _INT32, lanes) for _, part in sums}
+        rows, parts = ({each[axis] for each in sums} for axis in range(2))
+        inputs = {row: [tile.word(row, each, _INT32) for each in places] for row in sorted(rows)}
+        weights = {part: tile.stored_part(part, offset, _INT32, lanes) for part in sorted(parts)}
         return {
             (row, part): emit(builder, inputs[row], weights[part], total)
             for (row, part), total in sums.items()
