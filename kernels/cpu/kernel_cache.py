@@ -95,6 +95,17 @@ class _Library(JITCodeLibrary):
 
     is_part = True
 
+    def add_ir_module(self, ir_module: Any) -> None:
+        """Let LLVM use registers of 512 bits, which it avoids on Intel's processors.
+
+        The first ones that had them lowered their clock meanwhile.
+        """
+        for function in ir_module.functions:
+            if not function.is_declaration:
+                # llvmlite knows only some names of attributes, and checks them in ``add``.
+                set.add(function.attributes, '"prefer-vector-width"="512"')
+        super().add_ir_module(ir_module)  # type: ignore[no-untyped-call]
+
     def _optimize_final_module(self) -> None:
         if not self.is_part:
             super()._optimize_final_module()  # type: ignore[no-untyped-call]
