@@ -148,17 +148,24 @@ def encode_integers(source: int, target: int, length: int) -> None:
     values = carray(pointer(source, np.float32), (length,))
     scales = carray(pointer(target, np.float32), (1,))
     octets = carray(pointer(target + ROW_HEADER, np.uint8), (length,))
-    pairs = carray(pointer(target + ROW_HEADER, np.uint16), (length // INPUTS, 2, INPUTS // 2))
+    words = carray(pointer(target + ROW_HEADER, np.uint16), (length,))
     scales[0], inverse = scale_and_inverse(source, length)
-    for first in range(0, length, INPUTS):
-        for number in range(INPUTS):
-            integer = np.int32(128)
-            if inverse != 0.0:
-                integer += np.int32(np.rint(values[first + number] * inverse))
-            if INPUT_BYTES == 1:
-                octets[first + number] = np.uint8(integer)
-            else:
-                pairs[first // INPUTS, number % 2, number // 2] = np.uint16(integer)
+    if INPUT_BYTES == 1:
+        for index in range(length):
+            octets[index] = np.uint8(_integer(values[index], inverse))
+    else:
+        for first in range(0, length, INPUTS):
+            for place in range(INPUTS):
+                number = place % 2 * 2 + place // 2
+                words[first + place] = np.uint16(_integer(values[first + number], inverse))
+
+
+@exact
+def _integer(value: np.float32, inverse: np.float32) -> np.int32:
+    """Return the integer of an input, with 128 added; ``inverse`` is 0 if the row's integers are zeros."""
+    # A value that is not finite has no integer.
+    scaled = value * inverse if inverse != 0.0 else np.float32(0.0)
+    return np.int32(np.rint(scaled)) + np.int32(128)
 
 
 @exact
