@@ -32,9 +32,10 @@ def rotate(
     at = 4 * position * rotary_dim
     cosines = carray(pointer(layer.cosines + at, np.float32), (rotary_dim,))
     sines = carray(pointer(layer.sines + at, np.float32), (rotary_dim,))
+    is_interleaved = layer.is_interleaved
     for i in range(half):
         low, high = x[i], x[half + i]
-        if layer.is_interleaved:
+        if is_interleaved:
             low, high = x[2 * i], x[2 * i + 1]
         y[i] = narrow(narrow(low * cosines[i], storage) + narrow(-high * sines[i], storage), storage)
         y[half + i] = narrow(
