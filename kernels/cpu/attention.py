@@ -46,6 +46,7 @@ from quire.kernels.cpu.attention_program import (
     find_parts,
     find_stage,
     first_seen,
+    next_program,
     place_rows,
 )
 from quire.kernels.cpu.attention_tiles import AttentionShape, make_parts, make_tiles, part_tokens, span_blocks
@@ -57,10 +58,12 @@ from quire.kernels.cpu.intrinsics import (
     add_product,
     compiled,
     exp,
-    fetch_and_increment,
+    keep,
+    largest,
     pointer,
     sum_powers,
     transpose,
+    uncounted,
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
@@ -340,7 +343,7 @@ def _running_softmax(
     """Replace the scores [low, high) of a row by softmax weights, and all its other scores by zero.
 
     ``best`` holds the row max and ``weight`` the row sum. If the row max grows, the row sum and the output in
-    ``total`` are rescaled.
+    ``total`` are rescaled. ``span`` is a multiple of 16.
     """
     if low >= high:
         for slot in range(span):
@@ -350,9 +353,7 @@ def _running_softmax(
         scores[row, slot] = LOWEST
     for slot in range(high, span):
         scores[row, slot] = LOWEST
-    peak = best[row]
-    for slot in range(span):
-        peak = max(peak, scores[row, slot])
+    peak = largest(np.int64(scores[row:].ctypes.data), np.int64(span), best[row])
     if peak > best[row]:
         shrink = exp(best[row] - peak)
         weight[row] *= shrink
@@ -479,7 +480,7 @@ def _attend_span(
         _apply_softcap_and_alibi(scores, row, span, args.softcap, slopes[row % group], base - position)
         low = min(span, max(0, first_seen(args, position) - base))
         high = max(0, min(num_keys, position + 1 - base))
-        _running_softmax(scores, row, low, high, best, weight, total, span, value_dim)
+        _running_softmax(scores, row, low, high, best, weight, total, scores.shape[1], value_dim)
     if has_few_rows:
         for index in range(first_block, num_blocks):
             block = np.int64(table[base // block_size + index])
@@ -537,16 +538,22 @@ def kernel_for(
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         num_heads = args.num_heads
-        query = np.zeros((max_rows, head_dim), np.float32)
-        total = np.empty((max_rows, value_dim), np.float32)
-        scores = np.zeros((max_rows, score_columns), np.float32)
-        keys = np.zeros((head_dim, score_columns), np.float32)
-        values = np.zeros((span, value_dim), np.float32)
-        best, weight = np.empty(max_rows, np.float32), np.empty(max_rows, np.float32)
-        positions = np.empty(max_rows, np.int64)
+        memory = (
+            np.zeros((max_rows, head_dim), np.float32),
+            np.empty((max_rows, value_dim), np.float32),
+            np.zeros((max_rows, score_columns), np.float32),
+            np.zeros((head_dim, score_columns), np.float32),
+            np.zeros((span, value_dim), np.float32),
+            np.empty(max_rows, np.float32),
+            np.empty(max_rows, np.float32),
+            np.empty(max_rows, np.int64),
+        )
+        query, total, scores = uncounted(memory[0]), uncounted(memory[1]), uncounted(memory[2])
+        keys, values = uncounted(memory[3]), uncounted(memory[4])
+        best, weight, positions = uncounted(memory[5]), uncounted(memory[6]), uncounted(memory[7])
         while True:
-            program = np.int64(fetch_and_increment(args.next_program))
-            if program >= args.num_programs:
+            program = next_program(args)
+            if program < 0:
                 break
             kv_head = program % args.num_kv_heads
             parts, num_shared = find_parts(args, program)
@@ -565,10 +572,11 @@ def kernel_for(
                 own, first_row, first_span, end_span, first_key, end_key = find_stage(
                     args, parts, num_shared, positions, end_row, stage, group, span
                 )
-                num_rows = end_row - first_row
                 table_at = args.block_tables + 4 * parts[own, 0] * args.table_width
                 table = carray(pointer(table_at, np.int32), (args.table_width,))
                 for span_index in range(first_span, end_span):
+                    # Tokens before the span see none of its keys.
+                    seeing = first_row + group * max(0, span_index * span - positions[first_row])
                     _attend_span(
                         args,
                         kv_head,
@@ -577,15 +585,15 @@ def kernel_for(
                         first_key,
                         end_key,
                         slopes,
-                        positions[first_row:],
-                        query[first_row:],
+                        positions[seeing:],
+                        query[seeing:],
                         scores,
                         keys,
                         values,
-                        best[first_row:],
-                        weight[first_row:],
-                        total[first_row:],
-                        num_rows,
+                        best[seeing:],
+                        weight[seeing:],
+                        total[seeing:],
+                        end_row - seeing,
                         group,
                         head_dim,
                         latent_dim,
@@ -600,12 +608,12 @@ def kernel_for(
                     )
                 if stage > 0:
                     rows_at = 4 * (parts[own, 1] * num_heads + kv_head * group) * value_dim
-                    shape = (num_rows // group, num_heads, value_dim)
+                    num_tokens = (end_row - first_row) // group
+                    shape = (num_tokens, num_heads, value_dim)
                     outputs = carray(pointer(args.output + rows_at, np.float32), shape)
-                    _write_rows(
-                        total[first_row:], weight[first_row:], outputs, num_rows // group, group, value_dim
-                    )
+                    _write_rows(total[first_row:], weight[first_row:], outputs, num_tokens, group, value_dim)
                     end_row = first_row
+        keep(memory)
 
     signature = types.void(types.CPointer(ARGUMENTS_TYPE))
     return compile_kernel(signature, kernel, error_model="numpy")

@@ -29,6 +29,7 @@ from quire.kernels.cpu.attention_program import (
     find_parts,
     find_stage,
     first_seen,
+    next_program,
     place_rows,
 )
 from quire.kernels.cpu.attention_tiles import part_tokens, span_blocks
@@ -38,11 +39,12 @@ from quire.kernels.cpu.intrinsics import (
     encode,
     exact,
     exp,
-    fetch_and_increment,
     float_from_bits,
+    keep,
     multiply_add,
     pointer,
     transpose,
+    uncounted,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.amx_product import (
@@ -345,22 +347,32 @@ def kernel_for(head_dim: int, block_size: int, group: int) -> Any:
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
         num_heads = args.num_heads
-        query = np.zeros((head_dim // 2, max_rows), np.uint32)
-        total = np.empty((head_dim, max_rows), np.float32)
-        best, weight = np.zeros(max_rows, np.float32), np.zeros(max_rows, np.float32)
-        positions = np.zeros(max_rows, np.int64)
-        buffers = (
+        memory = (
+            np.zeros((head_dim // 2, max_rows), np.uint32),
+            np.empty((head_dim, max_rows), np.float32),
+            np.zeros(max_rows, np.float32),
+            np.zeros(max_rows, np.float32),
+            np.zeros(max_rows, np.int64),
             np.zeros((span, _STRIP), np.float32),
             np.empty((span // 2, _STRIP), np.uint32),
             np.zeros((head_dim, span // 2), np.uint32),
             np.empty((3, _STRIP), np.int32),
             np.empty(_STRIP, np.float32),
         )
+        query, total, best = uncounted(memory[0]), uncounted(memory[1]), uncounted(memory[2])
+        weight, positions = uncounted(memory[3]), uncounted(memory[4])
+        buffers = (
+            uncounted(memory[5]),
+            uncounted(memory[6]),
+            uncounted(memory[7]),
+            uncounted(memory[8]),
+            uncounted(memory[9]),
+        )
         # All tiles have one shape, since LLVM may choose another register for one that it sees to be free.
         configure_tiles(np.int64(TILE_SIDE), np.int64(TILE_SIDE), np.int64(TILE_ROW_BYTES), stored)
         while True:
-            program = np.int64(fetch_and_increment(args.next_program))
-            if program >= args.num_programs:
+            program = next_program(args)
+            if program < 0:
                 break
             kv_head = program % args.num_kv_heads
             parts, num_shared = find_parts(args, program)
@@ -382,6 +394,8 @@ def kernel_for(head_dim: int, block_size: int, group: int) -> Any:
                 table_at = args.block_tables + 4 * parts[own, 0] * args.table_width
                 table = carray(pointer(table_at, np.int32), (args.table_width,))
                 for span_index in range(first_span, end_span):
+                    # Tokens before the span see none of its keys.
+                    seeing = first_row + group * max(0, span_index * span - positions[first_row])
                     _attend_span(
                         args,
                         kv_head,
@@ -396,7 +410,7 @@ def kernel_for(head_dim: int, block_size: int, group: int) -> Any:
                         weight,
                         total,
                         buffers,
-                        first_row,
+                        seeing,
                         end_row,
                         group,
                         head_dim,
@@ -414,6 +428,7 @@ def kernel_for(head_dim: int, block_size: int, group: int) -> Any:
                     _write_rows(total, weight, outputs, first_row, num_tokens, group, head_dim)
                     end_row = first_row
         release_tiles(stored)
+        keep(memory)
 
     signature = types.void(types.CPointer(ARGUMENTS_TYPE))
     return compile_kernel(signature, kernel, error_model="numpy")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray, from_dtype  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.intrinsics import compiled, pointer
+from quire.kernels.cpu.intrinsics import compiled, fetch_and_increment, pointer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,6 +27,15 @@ ARGUMENTS = np.dtype(
 )
 """Arguments of a kernel; query and output are float32."""
 ARGUMENTS_TYPE = from_dtype(ARGUMENTS)
+
+
+@compiled
+def next_program(args: Any) -> Any:
+    """Take a program and return its number; it is negative if none is left.
+
+    The last ones come first, since the last tokens of a prompt see the most keys.
+    """
+    return np.int64(args.num_programs) - 1 - np.int64(fetch_and_increment(args.next_program))
 
 
 @compiled

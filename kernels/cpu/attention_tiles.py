@@ -56,7 +56,7 @@ def part_tokens(group: int, row_elements: int) -> int:
 
 
 def make_parts(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
-    """Divide the new tokens into parts.
+    """Divide the new tokens of each sequence into equal parts.
 
     Returns:
         int64 ``[num_parts, 3]``: rows of (sequence, first token, last token + 1).
@@ -69,8 +69,8 @@ def make_parts(query_starts: Array, num_new: Array, max_tokens: int) -> Array:
     part_index = np.arange(len(sequence)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
     parts = np.empty((len(sequence), 3), np.int64)
     parts[:, 0] = sequence
-    parts[:, 1] = query_starts[sequence] + part_index * max_tokens
-    parts[:, 2] = np.minimum(parts[:, 1] + max_tokens, query_starts[sequence + 1])
+    for column, index in ((1, part_index), (2, part_index + 1)):
+        parts[:, column] = query_starts[sequence] + index * num_new[sequence] // num_parts[sequence]
     return parts
 
 

@@ -118,6 +118,31 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
 
 
 @instruction
+def uncounted(typingctx: Any, array: Any) -> Any:
+    """Return an array of the same memory, whose references are not counted; ``keep`` the given one.
+
+    Numba counts a reference to each array that a function gets, by two atomic operations.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        view = context.make_array(array)(context, builder, arguments[0])
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        return view._getvalue()
+
+    return array(array), codegen
+
+
+@instruction
+def keep(typingctx: Any, values: Any) -> Any:
+    """Use some values, so that Numba does not free them before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.none(values), codegen
+
+
+@instruction
 def item_bytes(typingctx: Any, storage: Any) -> Any:
     """Return the bytes of a value of a NumPy type."""
 
@@ -359,6 +384,36 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
 
 
 @instruction
+def largest(typingctx: Any, values: Any, length: Any, least: Any) -> Any:
+    """Return the largest of some float32 values and ``least``; a NaN is left out.
+
+    LLVM compares the values of a loop one after another, since a NaN makes the order matter.
+
+    Args:
+        values: address of the values.
+        length: number of values, a multiple of 16.
+        least: float32.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, count, least_value = arguments
+        vector = ir.VectorType(_FLOAT, _SUM_LANES)
+        base = builder.inttoptr(address, vector.as_pointer())
+
+        def larger(left: Any, right: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+        def compare(index: Any, lanes: Values) -> Values:
+            return {0: larger(builder.load(builder.gep(base, [index]), align=4), lanes[0])}
+
+        num_vectors = builder.udiv(count, ir.Constant(_INT64, _SUM_LANES))
+        lanes = emit_loop(builder, num_vectors, {0: splat(builder, least_value, _SUM_LANES)}, compare)
+        return fold(builder, lanes[0], larger)
+
+    return types.float32(types.int64, types.int64, types.float32), codegen
+
+
+@instruction
 def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, high: Any) -> Any:
     """Return the number of keys from ``low`` to ``high``, and the sum of their weights as float64.
 
@@ -408,7 +463,7 @@ def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, hi
 
 
 def fold(builder: Any, lanes: Any, add: Callable[[Any, Any], Any]) -> Any:
-    """Emit the sum of a vector's lanes, which are added in pairs."""
+    """Emit the sum of a vector's lanes, or what else ``add`` makes of two; they are added in pairs."""
     width = lanes.type.count
     while width > 1:
         width //= 2
