@@ -490,9 +490,8 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
     """
     keep_apart()
     register = flush_denormals(stored)
-    if input_form(stored) == BY_ROW:
-        _sum_integers(product, stored)
-    elif num_segments == 1:
+    # The sums of integers are exact, so segments do not matter.
+    if num_segments == 1 or input_form(stored) == BY_ROW:
         _sum_inputs(product, stored)
     else:
         _sum_segments(product, num_segments, stored)
@@ -503,22 +502,6 @@ def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -
             for column in range(UNIT):
                 outputs[row, column] += addends[column]
     restore_denormals(register, stored)
-
-
-@exact
-def _sum_integers(product: Product, stored: Any) -> None:
-    """Compute products of integers without a bias; their sums are exact, so segments do not matter."""
-    _sum_inputs(product, stored)
-    stride = panel_bytes(product.in_features, stored)
-    for panel in range(_PANELS):
-        scale_sums(
-            product.inputs,
-            product.input_stride,
-            product.weight + panel * stride + product.in_features * bytes_per_input(stored),
-            product.output + 4 * panel * TILE_COLUMNS,
-            product.output_stride,
-            product.num_rows,
-        )
 
 
 @exact
@@ -560,27 +543,53 @@ def _sum_segments(product: Product, num_segments: int, stored: Any) -> None:
 @exact
 def _sum_inputs(product: Product, stored: Any) -> None:
     """Compute sums without a bias over the first ``num_inputs`` inputs, in the order of the arithmetic."""
-    outputs = carray(pointer(product.output, np.float32), (product.num_rows, product.output_stride))
-    for row in range(product.num_rows):
-        for column in range(UNIT):
-            outputs[row, column] = 0.0
     # The sums of integers are exact, so a few rows may take the vectors, which read weights in order.
-    if has_tile_products(stored) and (product.num_rows > FEW_ROWS or input_form(stored) == PAIRED):
+    by_tiles = has_tile_products(stored) and (product.num_rows > FEW_ROWS or input_form(stored) == PAIRED)
+    if not by_tiles and product.num_rows > FEW_ROWS:
+        _compute_tiles(product, stored)
+        return
+    for panel in range(_PANELS):
+        _clear_sums(product, panel, 0, product.num_rows)
+    if by_tiles:
         _add_by_tiles(product, stored)
-    elif product.num_rows > FEW_ROWS:
-        _add_tiles(product, stored)
     else:
         _add_few_rows(product, stored)
+    for panel in range(_PANELS):
+        _scale_integers(product, panel, 0, product.num_rows, stored)
 
 
 @exact
-def _add_tiles(product: Product, stored: Any) -> None:
-    """Add the products of rows in tiles of one panel; the tiles' numbers of rows differ by at most one.
+def _clear_sums(product: Product, panel: int, first_row: int, end_row: int) -> None:
+    """Set the sums of some rows and of a panel's columns to zero."""
+    outputs = carray(pointer(product.output, np.float32), (product.num_rows, product.output_stride))
+    for row in range(first_row, end_row):
+        for column in range(TILE_COLUMNS):
+            outputs[row, panel * TILE_COLUMNS + column] = 0.0
+
+
+@exact
+def _scale_integers(product: Product, panel: int, first_row: int, end_row: int, stored: Any) -> None:
+    """Replace sums of integers by products, if the weights are integers."""
+    if input_form(stored) == BY_ROW:
+        stride = panel_bytes(product.in_features, stored)
+        scale_sums(
+            product.inputs + first_row * product.input_stride,
+            product.input_stride,
+            product.weight + panel * stride + product.in_features * bytes_per_input(stored),
+            product.output + 4 * (first_row * product.output_stride + panel * TILE_COLUMNS),
+            product.output_stride,
+            end_row - first_row,
+        )
+
+
+@exact
+def _compute_tiles(product: Product, stored: Any) -> None:
+    """Compute the products of rows in tiles of one panel; the tiles' numbers of rows differ by at most one.
 
     Many tiles multiply the same piece of a panel, which is in the L1 cache, and meanwhile prefetch the next
     piece. Weights are thus read from memory during all products, and not only during those of the first tile.
     If weights are smaller than float32, arithmetic is the limit; each tile prefetches those that are widened.
-    Codes are decoded once for all tiles, piece by piece.
+    Codes are decoded once for all tiles, piece by piece. Sums are cleared and scaled in a cache.
     """
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     input_bytes = bytes_per_input(stored)
@@ -611,6 +620,8 @@ def _add_tiles(product: Product, stored: Any) -> None:
                 if fetches_next_piece:
                     share = -(-input_bytes // num_tiles)
                     fetch = (np.int64(right + count * (input_bytes + tile * share)), np.int64(share))
+                if start == 0:
+                    _clear_sums(product, panel, first, end)
                 if end - first == 6:
                     add_rows_product(total, left, right, count, fetch, strides, 6, 1, stored)
                 elif end - first == 5:
@@ -619,6 +630,8 @@ def _add_tiles(product: Product, stored: Any) -> None:
                     add_rows_product(total, left, right, count, fetch, strides, 4, 1, stored)
                 else:
                     add_rows_product(total, left, right, count, fetch, strides, 3, 1, stored)
+                if start + count == num_inputs:
+                    _scale_integers(product, panel, first, end, stored)
 
 
 @exact
