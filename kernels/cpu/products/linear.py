@@ -480,6 +480,16 @@ class Product(NamedTuple):
 
 
 @exact
+def place_of(program: int, num_rows: int) -> tuple[int, int]:
+    """Return the unit and the first row that a program computes.
+
+    Programs of one unit are neighbours, so that its weights stay in a cache while they multiply all rows.
+    """
+    num_chunks = -(-num_rows // ROWS)
+    return program // num_chunks, program % num_chunks * ROWS
+
+
+@exact
 def multiply_unit(product: Product, num_segments: int, bias: int, stored: Any) -> None:
     """Compute the outputs of a product.
 
@@ -774,7 +784,7 @@ def _kernel() -> Any:
             program = np.int64(fetch_and_increment(args.next_unit))
             if program >= args.num_units * args.num_chunks:
                 break
-            unit, chunk = program % args.num_units, program // args.num_units
+            unit, chunk = program // args.num_chunks, program % args.num_chunks
             first = chunks[chunk, 0]
             unit_call = UnitCall(
                 args.inputs + first * args.input_stride + unit // args.units_per_head * args.head_stride,

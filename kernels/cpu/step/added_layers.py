@@ -9,7 +9,7 @@ from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
 from quire.kernels.cpu.intrinsics import call, exact, fetch_and_increment, keep_apart, pointer
-from quire.kernels.cpu.products.linear import ROWS, UNIT, UnitCall
+from quire.kernels.cpu.products.linear import ROWS, UNIT, UnitCall, place_of
 from quire.kernels.cpu.products.low_rank import add_updates
 from quire.kernels.cpu.products.packed_product import FLOATS, input_form
 from quire.kernels.cpu.rows import narrow
@@ -144,8 +144,7 @@ def _sum_pieces(args: Any, exchange: Any, linear: Any, counter: int, inputs: Any
     while first < end:
         size = piece_size(first, end)
         while program < first_program + num_programs:
-            unit = (program - first_program) % linear.num_units
-            row = (program - first_program) // linear.num_units * ROWS
+            unit, row = place_of(program - first_program, args.num_tokens)
             unit_call = UnitCall(
                 inputs[0] + row * inputs[1],
                 inputs[1],

@@ -15,7 +15,7 @@ from quire.kernels.cpu.intrinsics import (
     keep_apart,
     pointer,
 )
-from quire.kernels.cpu.products.linear import ROWS, UNIT
+from quire.kernels.cpu.products.linear import ROWS, UNIT, place_of
 from quire.kernels.cpu.rows import Activation, activate, narrow
 from quire.kernels.cpu.step.linear_layers import compute_unit
 from quire.kernels.cpu.step.team import share, wait
@@ -106,7 +106,7 @@ def _multiply_heads(
         program = np.int64(fetch_and_increment(counter))
         if program >= linear.num_units * -(-args.num_tokens // ROWS):
             break
-        unit, first = program % linear.num_units, program // linear.num_units * ROWS
+        unit, first = place_of(program, args.num_tokens)
         head, column = unit // units_per_head, unit % units_per_head * UNIT
         count, stride = min(ROWS, args.num_tokens - first), 4 * inputs[1]
         inputs_at = inputs[0] + first * stride + 4 * head * inputs[2]

@@ -11,7 +11,7 @@ from quire.kernels.cpu.intrinsics import call, exact, fetch_and_increment, item_
 from quire.kernels.cpu.products.bfloat16_product import encode_pairs
 from quire.kernels.cpu.products.group_product import encode_groups
 from quire.kernels.cpu.products.integer_product import encode_integers
-from quire.kernels.cpu.products.linear import ROWS, UNIT, UnitCall
+from quire.kernels.cpu.products.linear import ROWS, UNIT, UnitCall, place_of
 from quire.kernels.cpu.products.low_rank import add_updates, project
 from quire.kernels.cpu.products.packed_product import (
     BY_GROUP,
@@ -96,7 +96,7 @@ def compute_linears(
         program = np.int64(fetch_and_increment(counter))
         if program >= num_units * -(-num_rows // ROWS):
             break
-        unit, first = program % num_units, program // num_units * ROWS
+        unit, first = place_of(program, num_rows)
         slot, own_unit = 0, unit
         while own_unit >= linears[slot].num_units:
             own_unit -= linears[slot].num_units

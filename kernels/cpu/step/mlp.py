@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import exact, fetch_and_increment, keep_apart, pointer
-from quire.kernels.cpu.products.linear import ROWS, UNIT
+from quire.kernels.cpu.products.linear import ROWS, UNIT, place_of
 from quire.kernels.cpu.products.low_rank import LINEARS, add_updates
 from quire.kernels.cpu.rows import activate, narrow
 from quire.kernels.cpu.step.added_layers import compute_added
@@ -42,7 +42,7 @@ def _run_gate(args: Any, layer: Any, first_linear: int, counter: int, storage: A
         program = np.int64(fetch_and_increment(counter))
         if program >= layer.gate.num_units * -(-args.num_tokens // ROWS):
             break
-        unit, first = program % layer.gate.num_units, program // layer.gate.num_units * ROWS
+        unit, first = place_of(program, args.num_tokens)
         num_rows = min(ROWS, args.num_tokens - first)
         inputs = (inputs_at + first * input_stride, input_stride)
         gates_at = np.int64(gates.ctypes.data)
