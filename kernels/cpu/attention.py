@@ -51,6 +51,7 @@ from quire.kernels.cpu.attention_program import (
 )
 from quire.kernels.cpu.attention_tiles import AttentionShape, make_parts, make_tiles, part_tokens, span_blocks
 from quire.kernels.cpu.intrinsics import (
+    CACHE_LINE,
     SQUARE,
     STORAGE,
     TILE_COLUMNS,
@@ -58,12 +59,12 @@ from quire.kernels.cpu.intrinsics import (
     add_product,
     compiled,
     exp,
+    in_lines,
     keep,
     largest,
     pointer,
     sum_powers,
     transpose,
-    uncounted,
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
@@ -539,18 +540,22 @@ def kernel_for(
         args = carray(arguments, 1)[0]
         num_heads = args.num_heads
         memory = (
-            np.zeros((max_rows, head_dim), np.float32),
-            np.empty((max_rows, value_dim), np.float32),
-            np.zeros((max_rows, score_columns), np.float32),
-            np.zeros((head_dim, score_columns), np.float32),
-            np.zeros((span, value_dim), np.float32),
-            np.empty(max_rows, np.float32),
-            np.empty(max_rows, np.float32),
-            np.empty(max_rows, np.int64),
+            np.zeros(max_rows * head_dim + CACHE_LINE, np.float32),
+            np.empty(max_rows * value_dim + CACHE_LINE, np.float32),
+            np.zeros(max_rows * score_columns + CACHE_LINE, np.float32),
+            np.zeros(head_dim * score_columns + CACHE_LINE, np.float32),
+            np.zeros(span * value_dim + CACHE_LINE, np.float32),
+            np.empty((2, max_rows + CACHE_LINE), np.float32),
+            np.empty(max_rows + CACHE_LINE, np.int64),
         )
-        query, total, scores = uncounted(memory[0]), uncounted(memory[1]), uncounted(memory[2])
-        keys, values = uncounted(memory[3]), uncounted(memory[4])
-        best, weight, positions = uncounted(memory[5]), uncounted(memory[6]), uncounted(memory[7])
+        query = in_lines(memory[0], (max_rows, head_dim), np.float32)
+        total = in_lines(memory[1], (max_rows, value_dim), np.float32)
+        scores = in_lines(memory[2], (max_rows, score_columns), np.float32)
+        keys = in_lines(memory[3], (head_dim, score_columns), np.float32)
+        values = in_lines(memory[4], (span, value_dim), np.float32)
+        best = in_lines(memory[5][0], (max_rows,), np.float32)
+        weight = in_lines(memory[5][1], (max_rows,), np.float32)
+        positions = in_lines(memory[6], (max_rows,), np.int64)
         while True:
             program = next_program(args)
             if program < 0:

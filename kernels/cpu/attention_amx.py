@@ -34,17 +34,18 @@ from quire.kernels.cpu.attention_program import (
 )
 from quire.kernels.cpu.attention_tiles import part_tokens, span_blocks
 from quire.kernels.cpu.intrinsics import (
+    CACHE_LINE,
     SQUARE,
     compiled,
     encode,
     exact,
     exp,
     float_from_bits,
+    in_lines,
     keep,
     multiply_add,
     pointer,
     transpose,
-    uncounted,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.amx_product import (
@@ -348,25 +349,27 @@ def kernel_for(head_dim: int, block_size: int, group: int) -> Any:
         args = carray(arguments, 1)[0]
         num_heads = args.num_heads
         memory = (
-            np.zeros((head_dim // 2, max_rows), np.uint32),
-            np.empty((head_dim, max_rows), np.float32),
-            np.zeros(max_rows, np.float32),
-            np.zeros(max_rows, np.float32),
-            np.zeros(max_rows, np.int64),
-            np.zeros((span, _STRIP), np.float32),
-            np.empty((span // 2, _STRIP), np.uint32),
-            np.zeros((head_dim, span // 2), np.uint32),
-            np.empty((3, _STRIP), np.int32),
-            np.empty(_STRIP, np.float32),
+            np.zeros(head_dim // 2 * max_rows + CACHE_LINE, np.uint32),
+            np.empty(head_dim * max_rows + CACHE_LINE, np.float32),
+            np.zeros((2, max_rows + CACHE_LINE), np.float32),
+            np.zeros(max_rows + CACHE_LINE, np.int64),
+            np.zeros(span * _STRIP + CACHE_LINE, np.float32),
+            np.empty(span // 2 * _STRIP + CACHE_LINE, np.uint32),
+            np.zeros(head_dim * span // 2 + CACHE_LINE, np.uint32),
+            np.empty(3 * _STRIP + CACHE_LINE, np.int32),
+            np.empty(_STRIP + CACHE_LINE, np.float32),
         )
-        query, total, best = uncounted(memory[0]), uncounted(memory[1]), uncounted(memory[2])
-        weight, positions = uncounted(memory[3]), uncounted(memory[4])
+        query = in_lines(memory[0], (head_dim // 2, max_rows), np.uint32)
+        total = in_lines(memory[1], (head_dim, max_rows), np.float32)
+        best = in_lines(memory[2][0], (max_rows,), np.float32)
+        weight = in_lines(memory[2][1], (max_rows,), np.float32)
+        positions = in_lines(memory[3], (max_rows,), np.int64)
         buffers = (
-            uncounted(memory[5]),
-            uncounted(memory[6]),
-            uncounted(memory[7]),
-            uncounted(memory[8]),
-            uncounted(memory[9]),
+            in_lines(memory[4], (span, _STRIP), np.float32),
+            in_lines(memory[5], (span // 2, _STRIP), np.uint32),
+            in_lines(memory[6], (head_dim, span // 2), np.uint32),
+            in_lines(memory[7], (3, _STRIP), np.int32),
+            in_lines(memory[8], (_STRIP,), np.float32),
         )
         # All tiles have one shape, since LLVM may choose another register for one that it sees to be free.
         configure_tiles(np.int64(TILE_SIDE), np.int64(TILE_SIDE), np.int64(TILE_ROW_BYTES), stored)

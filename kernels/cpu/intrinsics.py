@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
@@ -52,6 +52,12 @@ def processor_features() -> Mapping[str, bool]:
         features: Mapping[str, bool] = binding.get_host_cpu_features()
         return features
     return {name[1:]: name[0] == "+" for name in named.split(",") if name}
+
+
+def processor_name() -> str:
+    """Return LLVM's name of the processor for which Numba compiles, such as "znver4"."""
+    name: str = config.CPU_NAME or binding.get_host_cpu_name()  # type: ignore[attr-defined]
+    return name
 
 
 def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,19 +123,17 @@ def pointer(typingctx: Any, address: Any, dtype: Any) -> Any:
     return signature, codegen
 
 
-@instruction
-def uncounted(typingctx: Any, array: Any) -> Any:
-    """Return an array of the same memory, whose references are not counted; ``keep`` the given one.
+@compiled
+def in_lines(memory: Any, shape: Any, dtype: Any) -> Any:
+    """Return an array in some memory, which begins with a cache line; ``keep`` the memory.
 
-    Numba counts a reference to each array that a function gets, by two atomic operations.
+    Numba counts a reference to each array that a function gets, by two atomic operations, but none to this.
+
+    Args:
+        memory: an array of any type, with room for ``CACHE_LINE`` bytes more.
+        shape, dtype: those of the array.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        view = context.make_array(array)(context, builder, arguments[0])
-        view.meminfo = cgutils.get_null_value(view.meminfo.type)
-        return view._getvalue()
-
-    return array(array), codegen
+    return carray(pointer((memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE, dtype), shape)
 
 
 @instruction
