@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, processor_features
 from quire.kernels.cpu.products import linear as linear_module
-from quire.kernels.cpu.products.bfloat16_product import has_pair_products
 from quire.kernels.cpu.products.linear import (
     ROWS,
     UNIT,
@@ -127,7 +126,7 @@ def test_segments_end_between_parts_and_groups(in_features: int, num_parts: int,
     assert num_segments_of(in_features, num_parts) == expected
 
 
-@pytest.mark.skipif(not has_pair_products(), reason="this processor has no AVX-512-BF16")
+@pytest.mark.skipif(not processor_features().get("avx512bf16"), reason="this processor has no AVX-512-BF16")
 @settings(max_examples=60)
 @given(
     out_features=st.integers(1, 200),
@@ -148,9 +147,10 @@ def test_pairs_of_bfloat16_have_the_bits_of_float32_products(
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * chosen).bfloat16()
 
     weight, inputs = draw(out_features), draw(num_rows)
-    paired = pack(weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_module, "has_pair_products", lambda: False)
+        patch.setattr(linear_module, "prefers_pair_products", lambda: True)
+        paired = pack(weight)
+        patch.setattr(linear_module, "prefers_pair_products", lambda: False)
         plain = pack(weight)
     assert (paired.stored, plain.stored) == (np.uint32, np.uint16)
     assert torch.equal(sums(inputs, paired, None), sums(inputs, plain, None))

@@ -28,12 +28,14 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
+    CACHE_LINE,
     GROUP,
     STORAGE,
     TILE_COLUMNS,
     call,
     exact,
     fetch_and_increment,
+    in_lines,
     keep_apart,
     pointer,
 )
@@ -56,7 +58,7 @@ from quire.kernels.cpu.products.amx_product import (
 from quire.kernels.cpu.products.bfloat16_product import (
     PAIRS,
     flush_denormals,
-    has_pair_products,
+    prefers_pair_products,
     restore_denormals,
     swap_pairs,
 )
@@ -69,12 +71,14 @@ from quire.kernels.cpu.products.packed_product import (
     FEW_ROWS,
     PAIRED,
     add_rows_product,
+    are_halves,
     bytes_per_input,
     input_form,
     operand_bytes,
     panel_bytes,
     quantized_bits,
     row_header,
+    widen_panel,
 )
 from quire.kernels.cpu.products.transposed import HALVES, SWAPPED, WORDS, can_transpose, transpose_panels
 from quire.kernels.torch_functions import without_replacements
@@ -95,6 +99,8 @@ _PIECE_INPUTS = 384
 
 For panels of 16 columns, their float32 weights fill 3/4 of an L1 cache of 32 KiB.
 """
+_WIDENED_INPUTS = 16 * _PIECE_INPUTS // TILE_COLUMNS
+"""Inputs of a panel whose weights are widened at a time, so that the results stay in an L1 cache."""
 _DEPTH = 2048
 """Inputs before a thread continues with the next rows, so that the tile's weights fit into its L2 cache."""
 MOST_SEGMENTS = 8
@@ -241,7 +247,7 @@ def in_own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def pack(weight: torch.Tensor, arithmetic: str = FLOAT32, allocate: Allocate = in_own_memory) -> PackedWeight:
     """Pack a weight ``[out_features, in_features]`` of a dtype in ``STORAGE`` with at least 16 bits.
 
-    A bfloat16 weight is packed in pairs if the processor multiplies these.
+    A bfloat16 weight is packed in pairs if the processor multiplies these fast.
 
     Args:
         weight: the weight.
@@ -254,7 +260,7 @@ def pack(weight: torch.Tensor, arithmetic: str = FLOAT32, allocate: Allocate = i
     if arithmetic == AMX_BFLOAT16 and is_bfloat16 and in_features % TILE_INPUTS == 0:
         tiles = _in_tiles(_in_panels(weight), allocate)
         return TiledWeight(tiles, out_features, in_features, tiles_are_exact())
-    if is_bfloat16 and in_features % 2 == 0 and has_pair_products():
+    if is_bfloat16 and in_features % 2 == 0 and prefers_pair_products():
         pairs = _in_panels(weight, allocate, in_pairs=True).view(-1, in_features // 2, TILE_COLUMNS, 2)
         return PairedWeight(pairs, out_features, in_features)
     return PackedWeight(_in_panels(weight, allocate), out_features, in_features)
@@ -598,8 +604,8 @@ def _compute_tiles(product: Product, stored: Any) -> None:
 
     Many tiles multiply the same piece of a panel, which is in the L1 cache, and meanwhile prefetch the next
     piece. Weights are thus read from memory during all products, and not only during those of the first tile.
-    If weights are smaller than float32, arithmetic is the limit; each tile prefetches those that are widened.
-    Codes are decoded once for all tiles, piece by piece. Sums are cleared and scaled in a cache.
+    Codes and numbers of 16 bits are widened once for all tiles of a piece. Otherwise each tile prefetches the
+    weights that it widens. The sums of a tile are cleared and scaled while they are in the cache.
     """
     inputs, input_stride, weight, in_features, num_inputs, output, output_stride, num_rows = product
     input_bytes = bytes_per_input(stored)
@@ -607,41 +613,54 @@ def _compute_tiles(product: Product, stored: Any) -> None:
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(stride))
     first_input = inputs + row_header(stored)
     num_tiles = -(-num_rows // _MOST_TILE_ROWS)
-    fetches_next_piece = num_tiles > 2 and input_bytes == 4 * TILE_COLUMNS
+    widens = is_coded(stored) or (are_halves(stored) and num_tiles > 2)
+    fetches_next_piece = num_tiles > 2 and (widens or input_bytes == 4 * TILE_COLUMNS)
     # A few rows read the weights once, from memory. Many rows read them several times, from a cache.
     step = _PIECE_INPUTS if fetches_next_piece else _DEPTH if num_tiles > 2 else num_inputs
-    decoded = np.empty(0, np.float32)
-    if is_coded(stored):
-        step = _PIECE_INPUTS
-        decoded = np.empty(_PIECE_INPUTS * TILE_COLUMNS, np.float32)
+    wide = np.empty(0, np.float32)
+    if widens:
+        step = _WIDENED_INPUTS
+        wide = np.empty(_WIDENED_INPUTS * TILE_COLUMNS + CACHE_LINE, np.float32)
     for panel in range(_PANELS):
         for start in range(0, num_inputs, step):
             count = np.int64(min(step, num_inputs - start))
-            right = np.int64(weight + panel * stride + start * input_bytes)
-            fetch_bytes = input_bytes
-            if is_coded(stored):
-                decode(right, count, np.int64(decoded.ctypes.data), stored)
-                right, fetch_bytes = np.int64(decoded.ctypes.data), np.int64(4 * TILE_COLUMNS)
+            piece = np.int64(weight + panel * stride + start * input_bytes)
+            right = piece
+            if widens:
+                right = np.int64(in_lines(wide, (1,), np.float32).ctypes.data)
+                decode(piece, count, right, stored)
+                widen_panel(piece, count, right, stored)
             for tile in range(num_tiles):
                 first, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
                 total = np.int64(output + 4 * (first * output_stride + panel * TILE_COLUMNS))
                 left = np.int64(first_input + first * input_stride + operand_bytes(start, stored))
-                fetch = (np.int64(right + AHEAD * fetch_bytes), np.int64(fetch_bytes))
+                fetch = (np.int64(right + AHEAD * input_bytes), np.int64(input_bytes))
                 if fetches_next_piece:
                     share = -(-input_bytes // num_tiles)
-                    fetch = (np.int64(right + count * (input_bytes + tile * share)), np.int64(share))
+                    fetch = (np.int64(piece + count * (input_bytes + tile * share)), np.int64(share))
                 if start == 0:
                     _clear_sums(product, panel, first, end)
-                if end - first == 6:
-                    add_rows_product(total, left, right, count, fetch, strides, 6, 1, stored)
-                elif end - first == 5:
-                    add_rows_product(total, left, right, count, fetch, strides, 5, 1, stored)
-                elif end - first == 4:
-                    add_rows_product(total, left, right, count, fetch, strides, 4, 1, stored)
+                if widens:
+                    _add_tile(end - first, total, left, right, count, fetch, strides, np.float32)
                 else:
-                    add_rows_product(total, left, right, count, fetch, strides, 3, 1, stored)
+                    _add_tile(end - first, total, left, right, count, fetch, strides, stored)
                 if start + count == num_inputs:
                     _scale_integers(product, panel, first, end, stored)
+
+
+@exact
+def _add_tile(
+    num_rows: int, total: int, left: int, right: int, count: int, fetch: Any, strides: Any, stored: Any
+) -> None:
+    """Add the products of 3 to ``_MOST_TILE_ROWS`` rows; see ``add_rows_product``."""
+    if num_rows == 6:
+        add_rows_product(total, left, right, count, fetch, strides, 6, 1, stored)
+    elif num_rows == 5:
+        add_rows_product(total, left, right, count, fetch, strides, 5, 1, stored)
+    elif num_rows == 4:
+        add_rows_product(total, left, right, count, fetch, strides, 4, 1, stored)
+    else:
+        add_rows_product(total, left, right, count, fetch, strides, 3, 1, stored)
 
 
 @exact

@@ -84,6 +84,8 @@ _GROUPS_AHEAD = 8
 
 _BITS = {types.int8: 8, types.uint8: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
+_HALVES = (types.uint16, types.int16)
+"""The Numba types of numbers of 16 bits."""
 _PAIRS = types.uint32
 """The Numba type of ``bfloat16_product.PAIRS``."""
 _INTEGERS = types.int32
@@ -149,6 +151,44 @@ def bytes_per_input(typingctx: Any, stored: Any) -> Any:
         return ir.Constant(_INT64, num_bytes)
 
     return types.int64(stored), codegen
+
+
+@instruction
+def are_halves(typingctx: Any, stored: Any) -> Any:
+    """Return whether weights are single numbers of 16 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(ir.IntType(1), stored.dtype in _HALVES)
+
+    return types.boolean(stored), codegen
+
+
+@instruction
+def widen_panel(typingctx: Any, panel: Any, depth: Any, target: Any, stored: Any) -> Any:
+    """Write the first weights of a panel, if ``are_halves``, as float32 ``[depth, TILE_COLUMNS]``.
+
+    Args:
+        panel, target: addresses.
+        depth: number of inputs.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if stored.dtype in _HALVES:
+            halves, floats = (
+                builder.inttoptr(address, ir.VectorType(kind, TILE_COLUMNS).as_pointer())
+                for address, kind in ((arguments[0], _INT16), (arguments[2], _FLOAT))
+            )
+
+            def write(k: Any, _: _Sums) -> _Sums:
+                values = builder.load(builder.gep(halves, [k]), align=2)
+                wide = widened_vector(builder, stored.dtype, values)
+                builder.store(wide, builder.gep(floats, [k]), align=4)
+                return {}
+
+            emit_loop(builder, arguments[1], {}, write)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 3, stored), codegen
 
 
 def form_of_inputs(stored: Any) -> int:
