@@ -67,5 +67,5 @@ async def test_a_router_places_requests_on_the_worker_that_the_other_router_does
             for task in busy:
                 task.cancel()
             await asyncio.gather(*busy, return_exceptions=True)
-            # The worker can report the end of a request before the router that sent it has ended its own part.
+            # The worker can report the end of a request before the router that sent it ends its own part.
             await until(lambda: set(loads(second).values()) == set(loads(first).values()) == {(0, 0)})
