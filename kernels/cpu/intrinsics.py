@@ -28,7 +28,8 @@ STORAGE: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: np.uint8,
 }
 """NumPy type that stands for each dtype of torch in Numba; ``widen`` converts from these types."""
-_SUM_LANES = 16
+SUM_LANES = 16
+"""Sums that ``sum_powers`` and ``add_lanes`` compute side by side."""
 _SCALED = (types.int8, types.uint8)
 """Stored types that have a scale."""
 
@@ -144,6 +145,18 @@ def keep(typingctx: Any, values: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(values), codegen
+
+
+@instruction
+def copy_floats(typingctx: Any, source: Any, target: Any, length: Any) -> Any:
+    """Copy float32 values between addresses; LLVM copies short rows of a known length one by one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, right = (builder.inttoptr(address, _FLOAT.as_pointer()) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, right, left, arguments[2], 4)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), codegen
 
 
 @instruction
@@ -352,11 +365,11 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, count, offset, _ = arguments
-        vector = ir.VectorType(_FLOAT, _SUM_LANES)
+        vector = ir.VectorType(_FLOAT, SUM_LANES)
         base = builder.inttoptr(address, _FLOAT.as_pointer())
-        offsets = splat(builder, offset, _SUM_LANES)
-        num_whole = builder.and_(count, ir.Constant(_INT64, -_SUM_LANES))
-        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * _SUM_LANES))
+        offsets = splat(builder, offset, SUM_LANES)
+        num_whole = builder.and_(count, ir.Constant(_INT64, -SUM_LANES))
+        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * SUM_LANES))
 
         def add(x: Any) -> None:
             difference = builder.fsub(x, offsets)
@@ -367,7 +380,7 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
                 builder.store(builder.fadd(total, difference), sums)
 
         with cgutils.for_range_slice(
-            builder, ir.Constant(_INT64, 0), num_whole, ir.Constant(_INT64, _SUM_LANES), _INT64
+            builder, ir.Constant(_INT64, 0), num_whole, ir.Constant(_INT64, SUM_LANES), _INT64
         ) as (index, _):
             whole = builder.bitcast(builder.gep(base, [index]), vector.as_pointer())
             add(builder.load(whole, align=4))
@@ -388,6 +401,31 @@ def sum_powers(typingctx: Any, values: Any, length: Any, shift: Any, power: Any)
 
 
 @instruction
+def add_lanes(typingctx: Any, lanes: Any, values: Any, length: Any, factor: Any) -> Any:
+    """Multiply 16 sums by a factor, and add every 16th value to each of them.
+
+    Args:
+        lanes, values: addresses of float32.
+        length: number of values, a multiple of 16.
+        factor: float32.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(_FLOAT, SUM_LANES)
+        sums_at, base = (builder.inttoptr(address, vector.as_pointer()) for address in arguments[:2])
+
+        def add(index: Any, sums: Values) -> Values:
+            return {0: builder.fadd(sums[0], builder.load(builder.gep(base, [index]), align=4))}
+
+        start = builder.fmul(builder.load(sums_at, align=4), splat(builder, arguments[3], SUM_LANES))
+        num_vectors = builder.udiv(arguments[2], ir.Constant(_INT64, SUM_LANES))
+        builder.store(emit_loop(builder, num_vectors, {0: start}, add)[0], sums_at, align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64, types.float32), codegen
+
+
+@instruction
 def largest(typingctx: Any, values: Any, length: Any, least: Any) -> Any:
     """Return the largest of some float32 values and ``least``; a NaN is left out.
 
@@ -401,7 +439,7 @@ def largest(typingctx: Any, values: Any, length: Any, least: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, count, least_value = arguments
-        vector = ir.VectorType(_FLOAT, _SUM_LANES)
+        vector = ir.VectorType(_FLOAT, SUM_LANES)
         base = builder.inttoptr(address, vector.as_pointer())
 
         def larger(left: Any, right: Any) -> Any:
@@ -410,8 +448,8 @@ def largest(typingctx: Any, values: Any, length: Any, least: Any) -> Any:
         def compare(index: Any, lanes: Values) -> Values:
             return {0: larger(builder.load(builder.gep(base, [index]), align=4), lanes[0])}
 
-        num_vectors = builder.udiv(count, ir.Constant(_INT64, _SUM_LANES))
-        lanes = emit_loop(builder, num_vectors, {0: splat(builder, least_value, _SUM_LANES)}, compare)
+        num_vectors = builder.udiv(count, ir.Constant(_INT64, SUM_LANES))
+        lanes = emit_loop(builder, num_vectors, {0: splat(builder, least_value, SUM_LANES)}, compare)
         return fold(builder, lanes[0], larger)
 
     return types.float32(types.int64, types.int64, types.float32), codegen
@@ -433,21 +471,21 @@ def sum_range(typingctx: Any, keys: Any, weights: Any, length: Any, low: Any, hi
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         keys_at, weights_at, count, first, last = arguments
-        double = ir.VectorType(ir.DoubleType(), _SUM_LANES)
-        integers, floats = (ir.VectorType(kind, _SUM_LANES) for kind in (_INT32, _FLOAT))
+        double = ir.VectorType(ir.DoubleType(), SUM_LANES)
+        integers, floats = (ir.VectorType(kind, SUM_LANES) for kind in (_INT32, _FLOAT))
         key_base = builder.inttoptr(keys_at, _INT32.as_pointer())
         weight_base = builder.inttoptr(weights_at, _FLOAT.as_pointer())
-        firsts, lasts = (splat(builder, bound, _SUM_LANES) for bound in (first, last))
-        no_weights = ir.Constant(floats, [0.0] * _SUM_LANES)
+        firsts, lasts = (splat(builder, bound, SUM_LANES) for bound in (first, last))
+        no_weights = ir.Constant(floats, [0.0] * SUM_LANES)
         sums = [
-            cgutils.alloca_once_value(builder, ir.Constant(double, [0.0] * _SUM_LANES))
+            cgutils.alloca_once_value(builder, ir.Constant(double, [0.0] * SUM_LANES))
             for _ in range(num_parts)
         ]
-        counts = cgutils.alloca_once_value(builder, ir.Constant(integers, [0] * _SUM_LANES))
-        step = ir.Constant(_INT64, num_parts * _SUM_LANES)
+        counts = cgutils.alloca_once_value(builder, ir.Constant(integers, [0] * SUM_LANES))
+        step = ir.Constant(_INT64, num_parts * SUM_LANES)
         with cgutils.for_range_slice(builder, ir.Constant(_INT64, 0), count, step, _INT64) as (index, _):
             for part, total in enumerate(sums):
-                at = builder.add(index, ir.Constant(_INT64, part * _SUM_LANES))
+                at = builder.add(index, ir.Constant(_INT64, part * SUM_LANES))
                 key_at = builder.bitcast(builder.gep(key_base, [at]), integers.as_pointer())
                 weight_at = builder.bitcast(builder.gep(weight_base, [at]), floats.as_pointer())
                 key = builder.load(key_at, align=4)
