@@ -76,7 +76,7 @@ class Options:
 
 
 def layout(num_layers: int) -> KvLayout:
-    return KvLayout(num_layers, 8, 16, 128, "float16", "benchmark", "float16", "float32-1")
+    return KvLayout(num_layers, 8, 16, 128, "float16", "benchmark", "float16", "float32-2")
 
 
 class MemorySink:

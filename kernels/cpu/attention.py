@@ -37,7 +37,14 @@ import numpy as np
 import torch
 from numba import carray, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu import attention_amx, threads
+from quire.kernels.cpu import attention_amx, attention_pairs, threads
+from quire.kernels.cpu.attention_pairs import (
+    add_pair_products,
+    are_pairs,
+    pair_keys,
+    pair_values,
+    swap_halves,
+)
 from quire.kernels.cpu.attention_program import (
     ARGUMENTS,
     ARGUMENTS_TYPE,
@@ -54,10 +61,13 @@ from quire.kernels.cpu.intrinsics import (
     CACHE_LINE,
     SQUARE,
     STORAGE,
+    SUM_LANES,
     TILE_COLUMNS,
     TILE_ROWS,
+    add_lanes,
     add_product,
     compiled,
+    copy_floats,
     exp,
     in_lines,
     keep,
@@ -69,6 +79,13 @@ from quire.kernels.cpu.intrinsics import (
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16
+from quire.kernels.cpu.products.bfloat16_product import (
+    PAIRS,
+    encode_pairs,
+    flush_denormals,
+    restore_denormals,
+)
+from quire.kernels.cpu.rows import narrow
 
 _FEW_ROWS = 32
 """Most rows for which values are read in place; with more rows it is faster to widen them first."""
@@ -160,11 +177,10 @@ def latent_group(num_heads: int) -> int:
 
 
 @compiled
-def _read_rows(inputs: Array, query: Array, num_tokens: int, group: int, head_dim: int, scale: float) -> None:
+def _read_rows(inputs: Array, query: Array, num_tokens: int, group: int, head_dim: int) -> None:
     for token in range(num_tokens):
-        for head in range(group):
-            for d in range(head_dim):
-                query[token * group + head, d] = inputs[token, head, d] * scale
+        target = np.int64(query[token * group :].ctypes.data)
+        copy_floats(np.int64(inputs[token:].ctypes.data), target, np.int64(group * head_dim))
 
 
 @compiled
@@ -175,7 +191,8 @@ def _begin_rows(
         # A sink is a logit without a value: it counts in the row sum and adds nothing to the output.
         sink = sinks[row % group]
         best[row] = max(sink, LOWEST)
-        weight[row] = 1.0 if sink > -np.inf else 0.0
+        weight[row] = 0.0
+        weight[row, 0] = 1.0 if sink > -np.inf else 0.0
         for d in range(value_dim):
             total[row, d] = 0.0
 
@@ -187,7 +204,8 @@ def _write_rows(
     for token in range(num_tokens):
         for head in range(group):
             row = token * group + head
-            inverse = np.float32(1.0) / weight[row]
+            lanes_at = np.int64(weight[row:].ctypes.data)
+            inverse = np.float32(1.0) / sum_powers(lanes_at, np.int64(SUM_LANES), np.float32(0.0), 1)
             for d in range(value_dim):
                 outputs[token, head, d] = total[row, d] * inverse
 
@@ -313,10 +331,16 @@ def _add_block_values(
 
 
 @compiled
-def _apply_softcap_and_alibi(
-    scores: Array, row: int, span: int, softcap: float, slope: float, distance: int
+def _scale_scores(
+    scores: Array, row: int, span: int, scale: float, softcap: float, slope: float, distance: int
 ) -> None:
-    """Apply the soft cap and ALiBi to a row; ``distance`` is from the row's position to the first key's."""
+    """Scale a row's scores, and apply the soft cap and ALiBi.
+
+    Args:
+        distance: from the row's position to the first key's.
+    """
+    for slot in range(span):
+        scores[row, slot] *= scale
     if softcap > 0.0:
         inverse = np.float32(1.0) / softcap
         for slot in range(span):
@@ -340,11 +364,13 @@ def _running_softmax(
     total: Array,
     span: int,
     value_dim: int,
+    precision: Any,
 ) -> None:
     """Replace the scores [low, high) of a row by softmax weights, and all its other scores by zero.
 
-    ``best`` holds the row max and ``weight`` the row sum. If the row max grows, the row sum and the output in
-    ``total`` are rescaled. ``span`` is a multiple of 16.
+    ``best`` holds the row max, and ``weight`` the row sum in ``SUM_LANES`` parts. If the row max grows, the
+    row sum and the output in ``total`` are rescaled. ``span`` is a multiple of 16. The weights are rounded to
+    the NumPy type ``precision``.
     """
     if low >= high:
         for slot in range(span):
@@ -355,21 +381,21 @@ def _running_softmax(
     for slot in range(high, span):
         scores[row, slot] = LOWEST
     peak = largest(np.int64(scores[row:].ctypes.data), np.int64(span), best[row])
+    shrink = np.float32(1.0)
     if peak > best[row]:
         shrink = exp(best[row] - peak)
-        weight[row] *= shrink
         for d in range(value_dim):
             total[row, d] *= shrink
         best[row] = peak
     for slot in range(span):
-        scores[row, slot] = exp(scores[row, slot] - peak)
+        scores[row, slot] = narrow(exp(scores[row, slot] - peak), precision)
     # ``exp`` never returns less than the smallest normal number, but keys that a row does not see must add
     # exactly nothing.
     for slot in range(low):
         scores[row, slot] = 0.0
     for slot in range(high, span):
         scores[row, slot] = 0.0
-    weight[row] += sum_powers(np.int64(scores[row:].ctypes.data), np.int64(span), np.float32(0.0), 1)
+    add_lanes(np.int64(weight[row:].ctypes.data), np.int64(scores[row:].ctypes.data), np.int64(span), shrink)
 
 
 @compiled
@@ -408,6 +434,12 @@ def _attend_span(
     block_columns: int,
     value_columns: int,
     step: int,
+    precision: Any,
+    product: Any,
+    query_pairs: Array,
+    weight_pairs: Array,
+    key_panels: Array,
+    value_panels: Array,
 ) -> None:
     """Attend over one span of blocks.
 
@@ -418,6 +450,9 @@ def _attend_span(
         latent_dim: elements of a latent; 0 if keys and values lie apart.
         scores, keys, values: buffers whose content is not needed after the span.
         step: number of bytes to prefetch for each product of a key.
+        precision: the NumPy type to which softmax weights are rounded.
+        product: the type of the products of many rows; those of pairs read ``query_pairs`` and write
+            ``weight_pairs``, ``key_panels`` and ``value_panels``, see ``attention_pairs``.
     """
     nothing = (np.int64(0), np.int64(0))
     is_scaled = item_bytes == 1
@@ -429,6 +464,7 @@ def _attend_span(
     second_scales_at = scales_at + 4 * args.scale_value_offset
     value_scales_at = scales_at if latent_dim > 0 else second_scales_at
     has_few_rows = num_rows <= _FEW_ROWS
+    has_pairs = are_pairs(product) and not has_few_rows
     # Slots after the last position may hold another sequence's data and are never read.
     num_keys = min(span, end_key - base)
     num_blocks = -(-num_keys // block_size)
@@ -441,6 +477,10 @@ def _attend_span(
         key_at = head_at + block_stride * block
         value_at = key_at + value_offset
         slot = index * block_size
+        if has_pairs:
+            pair_keys(key_at, key_panels, slot, block_size, square)
+            pair_values(value_at, value_panels, slot, min(block_size, num_keys - slot), head_dim)
+            continue
         key_scale = _scale_of(scales_at, block, args.scale_block_stride) if is_scaled else np.float32(1.0)
         end = value_dim if is_scaled else head_dim
         _unpack_keys(key_at, key_scale, keys, slot, block_size, head_dim, 0, end, storage, item_bytes, square)
@@ -471,17 +511,23 @@ def _attend_span(
             block_values = carray(pointer(value_at, storage), (block_size, head_dim))
             count = min(block_size, num_keys - slot)
             _unpack_values(block_values, value_scale, values, slot, count, value_dim)
-    if not has_few_rows:
-        # Clear the unused rows: a NaN from an earlier sequence times weight 0 would still be NaN.
+    # Clear the unused values: a NaN from an earlier sequence times weight 0 would still be NaN.
+    if has_pairs:
+        swap_halves(key_panels)
+        value_panels[:, : first_block * block_size // 2] = 0
+        value_panels[:, (num_keys + 1) // 2 :] = 0
+        add_pair_products(scores, query_pairs, key_panels, num_rows, product)
+    elif not has_few_rows:
         values[: first_block * block_size] = 0.0
         values[num_keys:] = 0.0
         _add_products(scores, query, keys, num_rows, head_dim, 0, scores.shape[1], TILE_COLUMNS, nothing, 0)
     for row in range(num_rows):
         position = positions[row]
-        _apply_softcap_and_alibi(scores, row, span, args.softcap, slopes[row % group], base - position)
+        slope = slopes[row % group]
+        _scale_scores(scores, row, span, args.scale, args.softcap, slope, base - position)
         low = min(span, max(0, first_seen(args, position) - base))
         high = max(0, min(num_keys, position + 1 - base))
-        _running_softmax(scores, row, low, high, best, weight, total, scores.shape[1], value_dim)
+        _running_softmax(scores, row, low, high, best, weight, total, scores.shape[1], value_dim, precision)
     if has_few_rows:
         for index in range(first_block, num_blocks):
             block = np.int64(table[base // block_size + index])
@@ -502,6 +548,9 @@ def _attend_span(
                 storage,
                 item_bytes,
             )
+    elif has_pairs:
+        encode_pairs(np.int64(scores.ctypes.data), np.int64(weight_pairs.ctypes.data), num_rows * span)
+        add_pair_products(total, weight_pairs, value_panels, num_rows, product)
     else:
         _add_products(total, scores, values, num_rows, span, 0, value_dim, value_columns, nothing, 0)
 
@@ -519,7 +568,8 @@ def kernel_for(
 
     Args:
         arithmetic: the order of sums. ``AMX_BFLOAT16`` needs bfloat16 in whole tiles and no latents; all
-            other blocks have the order of ``FLOAT32``, as without an arithmetic.
+            other blocks have the order of ``FLOAT32``, as without an arithmetic. With bfloat16 blocks and no
+            latents, softmax weights are rounded to bfloat16 in both.
     """
     is_tiled = arithmetic == AMX_BFLOAT16 and storage is STORAGE[torch.bfloat16] and latents is None
     if is_tiled and attention_amx.has_kernel(head_dim, block_size):
@@ -535,6 +585,11 @@ def kernel_for(
     square = math.gcd(block_size, head_dim, value_dim, SQUARE)
     block_columns = min(block_size & -block_size, TILE_COLUMNS)
     step = block_size * item_bytes
+    rounds_weights = storage is STORAGE[torch.bfloat16] and latents is None
+    precision = storage if rounds_weights else np.float32
+    product = attention_pairs.type_of_products(precision, head_dim, block_size, span)
+    num_pairs = max_rows if product is PAIRS else 0
+    panels = (score_columns // TILE_COLUMNS, value_dim // TILE_COLUMNS)
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
@@ -545,17 +600,26 @@ def kernel_for(
             np.zeros(max_rows * score_columns + CACHE_LINE, np.float32),
             np.zeros(head_dim * score_columns + CACHE_LINE, np.float32),
             np.zeros(span * value_dim + CACHE_LINE, np.float32),
-            np.empty((2, max_rows + CACHE_LINE), np.float32),
+            np.empty(max_rows + CACHE_LINE, np.float32),
+            np.empty(max_rows * SUM_LANES + CACHE_LINE, np.float32),
             np.empty(max_rows + CACHE_LINE, np.int64),
+            np.empty(num_pairs * head_dim // 2 + CACHE_LINE, np.uint32),
+            np.empty(num_pairs * score_columns // 2 + CACHE_LINE, np.uint32),
         )
         query = in_lines(memory[0], (max_rows, head_dim), np.float32)
         total = in_lines(memory[1], (max_rows, value_dim), np.float32)
         scores = in_lines(memory[2], (max_rows, score_columns), np.float32)
         keys = in_lines(memory[3], (head_dim, score_columns), np.float32)
         values = in_lines(memory[4], (span, value_dim), np.float32)
-        best = in_lines(memory[5][0], (max_rows,), np.float32)
-        weight = in_lines(memory[5][1], (max_rows,), np.float32)
-        positions = in_lines(memory[6], (max_rows,), np.int64)
+        best = in_lines(memory[5], (max_rows,), np.float32)
+        weight = in_lines(memory[6], (max_rows, SUM_LANES), np.float32)
+        positions = in_lines(memory[7], (max_rows,), np.int64)
+        query_pairs = in_lines(memory[8], (max_rows, head_dim // 2), np.uint32)
+        weight_pairs = in_lines(memory[9], (max_rows, score_columns // 2), np.uint32)
+        # Pairs need half as much room as float32.
+        key_panels = in_lines(memory[3], (panels[0], head_dim // 2, TILE_COLUMNS), np.uint32)
+        value_panels = in_lines(memory[4], (panels[1], span // 2, TILE_COLUMNS), np.uint32)
+        register = flush_denormals(storage)
         while True:
             program = next_program(args)
             if program < 0:
@@ -570,8 +634,11 @@ def kernel_for(
                 num_tokens = parts[part, 2] - parts[part, 1]
                 rows_at = 4 * (parts[part, 1] * num_heads + kv_head * group) * head_dim
                 inputs = carray(pointer(args.query + rows_at, np.float32), (num_tokens, num_heads, head_dim))
-                _read_rows(inputs, query[row:], num_tokens, group, head_dim, args.scale)
+                _read_rows(inputs, query[row:], num_tokens, group, head_dim)
                 row += num_tokens * group
+            if are_pairs(product) and end_row > _FEW_ROWS:
+                query_at, pairs_at = np.int64(query.ctypes.data), np.int64(query_pairs.ctypes.data)
+                encode_pairs(query_at, pairs_at, end_row * head_dim)
             _begin_rows(sinks, best, weight, total, end_row, group, value_dim)
             for stage in range(parts.shape[0] + 1):
                 own, first_row, first_span, end_span, first_key, end_key = find_stage(
@@ -610,6 +677,12 @@ def kernel_for(
                         block_columns,
                         value_columns,
                         step,
+                        precision,
+                        product,
+                        query_pairs[seeing:],
+                        weight_pairs,
+                        key_panels,
+                        value_panels,
                     )
                 if stage > 0:
                     rows_at = 4 * (parts[own, 1] * num_heads + kv_head * group) * value_dim
@@ -618,6 +691,7 @@ def kernel_for(
                     outputs = carray(pointer(args.output + rows_at, np.float32), shape)
                     _write_rows(total[first_row:], weight[first_row:], outputs, num_tokens, group, value_dim)
                     end_row = first_row
+        restore_denormals(register, storage)
         keep(memory)
 
     signature = types.void(types.CPointer(ARGUMENTS_TYPE))

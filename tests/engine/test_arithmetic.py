@@ -29,6 +29,15 @@ PINS: dict[str, Pins] = {
         ("llama", "bfloat16", "w8a8"): "94aaf5354499b50f",
         ("llama", "float32", "w4a8"): "47bb6f4e6b03083c",
     },
+    "float32-2": {
+        ("gemma2", "float32", "auto"): "398fa6ed76ad2e40",
+        ("gemma2", "bfloat16", "auto"): "d253e93d1ac8e558",
+        ("llama", "float16", "auto"): "fc92f1f44833eae7",
+        ("llama", "float32", "int8"): "e17951280f72906b",
+        ("llama", "float32", "int4"): "1bd124d81c59782c",
+        ("llama", "bfloat16", "w8a8"): "ac6f410467e7ef97",
+        ("llama", "float32", "w4a8"): "c033645869bb53d5",
+    },
     "amx-bf16-1": {
         ("gemma2", "bfloat16", "auto"): "7dbe0ca83cff56c6",
         ("llama", "bfloat16", "auto"): "7afe70d56c720a84",
@@ -37,10 +46,15 @@ PINS: dict[str, Pins] = {
         ("gemma2", "bfloat16", "auto"): "d253e93d1ac8e558",
         ("llama", "bfloat16", "auto"): "a1bff7f32070beb9",
     },
+    "amx-bf16-3": {
+        ("gemma2", "bfloat16", "auto"): "d253e93d1ac8e558",
+        ("llama", "bfloat16", "auto"): "a1bff7f32070beb9",
+        ("youtu", "bfloat16", "auto"): "41ca925ff560e922",
+    },
 }
 """For each name of sums: digests of what requests get, by architecture, dtype and weights."""
 FAST = Sums("fast-1", frozenset({torch.bfloat16}), frozenset({"amx-tile", "amx-bf16"}))
-PORTABLE = Sums("float32-1")
+PORTABLE = Sums("float32-2")
 HAS_AMX = {"avx2": True, "amx-tile": True, "amx-bf16": True}
 CPU = torch.device("cpu")
 
@@ -131,9 +145,9 @@ def test_only_where_torch_computes_the_name_has_its_version_and_the_processor(
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, it=on_gpu: it)
-        assert arithmetic_name(PORTABLE, CPU, is_compiled=True) == "float32-1"
+        assert arithmetic_name(PORTABLE, CPU, is_compiled=True) == "float32-2"
         names.add(arithmetic_name(PORTABLE, CPU, is_compiled=False))
         names.add(arithmetic_name(FAST, CPU, is_compiled=False))
         names.add(arithmetic_name(PORTABLE, torch.device("cuda"), is_compiled=False))
     assert len(names) == 9
-    assert {"float32-1/torch-2.12.1+cpu/AVX2", "triton-1/torch-2.13.0+cpu/sm_89"} < names
+    assert {"float32-2/torch-2.12.1+cpu/AVX2", "triton-1/torch-2.13.0+cpu/sm_89"} < names

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import ops, reference
-from quire.kernels.cpu import attention, attention_tiles
+from quire.kernels.cpu import attention, attention_pairs, attention_tiles
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, FLOAT32
+from quire.kernels.cpu.products.bfloat16_product import prefers_pair_products
 from quire.kernels.metadata import AttentionMetadata
 from quire.kernels.quantization import KV_FORMATS
 from tests.testing.attention_cases import Case, make_case
@@ -63,6 +64,7 @@ shapes = st.sampled_from(
         Shape(torch.float32, 24, 3, 80),
         Shape(torch.bfloat16, 16, 4, 48),
         Shape(torch.bfloat16, 32, 1, 64),
+        Shape(torch.bfloat16, 16, 3, 128),
         Shape(torch.float16, 128, 7, 32),
         Shape(torch.bfloat16, 16, 2, 32, torch.int8),
         Shape(torch.bfloat16, 16, 2, 32, torch.float8_e4m3fn),
@@ -328,7 +330,7 @@ def test_blocks_are_copied_gathered_and_scattered(dtype: torch.dtype) -> None:
 LATENTS = {"num_kv_heads": 1, "group": 20, "head_dim": 80, "latent_dim": 64}
 
 
-@pytest.mark.parametrize("shape", [{}, LATENTS], ids=["heads", "latents"])
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 128}, LATENTS], ids=["heads", "wide", "latents"])
 @pytest.mark.parametrize(
     ("dtype", "stored", "arithmetic"),
     [
@@ -372,6 +374,27 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut(
             cuts = range(0, num_new, size)
             pieces = torch.cat([attend(first, min(first + size, num_new)) for first in cuts])
             assert torch.equal(pieces, together), (cached, size)
+
+
+@pytest.mark.skipif(not prefers_pair_products(), reason="vdpbf16ps is not the fastest way here")
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_of_pairs_have_the_bits_of_float32(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, block_size: int
+) -> None:
+    case = make_case([(0, 150), (131, 41)], dtype=torch.bfloat16, head_dim=head_dim, block_size=block_size)
+    ops.write_kv(case.key, case.value, case.kv_layer, case.metadata.slot_mapping)
+
+    def attend() -> torch.Tensor:
+        attention.kernel_for.cache_clear()
+        return ops.paged_attention(case.query, case.kv_layer, case.metadata, scale=0.3)
+
+    by_pairs = attend()
+    monkeypatch.setattr(attention_pairs, "prefers_pair_products", lambda: False)
+    in_float32 = attend()
+    monkeypatch.undo()
+    attention.kernel_for.cache_clear()
+    assert torch.equal(by_pairs, in_float32)
 
 
 def test_smaller_parts_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,9 @@ from quire.kernels.cpu.intrinsics import Values, emit_loop, instruction, process
 
 logger = logging.getLogger(__name__)
 
-FLOAT32 = "float32-1"
+FLOAT32 = "float32-2"
 """Name of the order of sums of all other products: that of the inputs."""
-AMX_BFLOAT16 = "amx-bf16-2"
+AMX_BFLOAT16 = "amx-bf16-3"
 """Name of the order of sums of these products, in linear layers and in attention."""
 FEATURES = frozenset({"amx-tile", "amx-bf16"})
 """LLVM's names of the features of processors that have the instruction for bfloat16."""

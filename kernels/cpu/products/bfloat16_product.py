@@ -25,6 +25,8 @@ from numba.core import cgutils
 
 from quire.kernels.cpu.intrinsics import (
     TILE_COLUMNS,
+    Values,
+    emit_loop,
     exact,
     instruction,
     pointer,
@@ -38,7 +40,9 @@ PAIRS: Any = np.uint32
 LANES = 16
 """Pairs that one instruction multiplies."""
 _FLOAT = ir.FloatType()
+_INT16 = ir.IntType(16)
 _INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
 _SUMS = ir.VectorType(_FLOAT, LANES)
 _FLUSH = 0x8040
 """Bits of the control register MXCSR: denormal inputs and results are zero."""
@@ -126,10 +130,37 @@ def _call_with_register(builder: Any, name: str, register: Any) -> None:
 @exact
 def encode_pairs(source: int, target: int, length: int) -> None:
     """Write an even number of float32 that are bfloat16 values as pairs; both are addresses."""
+    num_vectors = length // (2 * LANES)
+    if num_vectors > 0:
+        _encode_vectors(np.int64(source), np.int64(target), np.int64(num_vectors))
     words = carray(pointer(source, np.uint32), (length,))
     pairs = carray(pointer(target, np.uint32), (length // 2,))
-    for index in range(length // 2):
+    for index in range(num_vectors * LANES, length // 2):
         pairs[index] = words[2 * index] & np.uint32(0xFFFF0000) | words[2 * index + 1] >> np.uint32(16)
+
+
+@instruction
+def _encode_vectors(typingctx: Any, source: Any, target: Any, num_vectors: Any) -> Any:
+    """Write at least one vector of pairs as ``encode_pairs`` does; LLVM does not for short rows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        halves = ir.VectorType(_INT16, 2 * LANES)
+        # Of each two values, first the upper half of the second one.
+        upper = [2 * lane + 1 for pair in range(0, 2 * LANES, 2) for lane in (pair + 1, pair)]
+        mask = ir.Constant(ir.VectorType(_INT32, 2 * LANES), upper)
+        wide, narrow = (builder.inttoptr(each, halves.as_pointer()) for each in arguments[:2])
+
+        def encode_vector(index: Any, _: Values) -> Values:
+            first = builder.gep(wide, [builder.shl(index, ir.Constant(_INT64, 1))])
+            second = builder.gep(first, [ir.Constant(_INT64, 1)])
+            values = [builder.load(each, align=4) for each in (first, second)]
+            builder.store(builder.shuffle_vector(*values, mask), builder.gep(narrow, [index]), align=4)
+            return {}
+
+        emit_loop(builder, arguments[2], {}, encode_vector)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), codegen
 
 
 def swap_pairs(values: torch.Tensor) -> torch.Tensor:

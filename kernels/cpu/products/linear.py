@@ -69,8 +69,10 @@ from quire.kernels.cpu.products.packed_product import (
     AHEAD,
     BY_ROW,
     FEW_ROWS,
+    MOST_TILE_ROWS,
     PAIRED,
     add_rows_product,
+    add_tile,
     are_halves,
     bytes_per_input,
     input_form,
@@ -93,7 +95,6 @@ _PANELS = UNIT // TILE_COLUMNS
 _PAIR = min(2, _PANELS)
 ROWS = 96
 """Most rows that a thread computes at a time, so that they fit into its cache."""
-_MOST_TILE_ROWS = 6
 _PIECE_INPUTS = 384
 """Inputs of a panel that a thread multiplies with all rows before it continues.
 
@@ -612,7 +613,7 @@ def _compute_tiles(product: Product, stored: Any) -> None:
     stride = panel_bytes(in_features, stored)
     strides = (np.int64(output_stride), np.int64(input_stride), np.int64(stride))
     first_input = inputs + row_header(stored)
-    num_tiles = -(-num_rows // _MOST_TILE_ROWS)
+    num_tiles = -(-num_rows // MOST_TILE_ROWS)
     widens = is_coded(stored) or (are_halves(stored) and num_tiles > 2)
     fetches_next_piece = num_tiles > 2 and (widens or input_bytes == 4 * TILE_COLUMNS)
     # A few rows read the weights once, from memory. Many rows read them several times, from a cache.
@@ -641,26 +642,11 @@ def _compute_tiles(product: Product, stored: Any) -> None:
                 if start == 0:
                     _clear_sums(product, panel, first, end)
                 if widens:
-                    _add_tile(end - first, total, left, right, count, fetch, strides, np.float32)
+                    add_tile(end - first, total, left, right, count, fetch, strides, np.float32)
                 else:
-                    _add_tile(end - first, total, left, right, count, fetch, strides, stored)
+                    add_tile(end - first, total, left, right, count, fetch, strides, stored)
                 if start + count == num_inputs:
                     _scale_integers(product, panel, first, end, stored)
-
-
-@exact
-def _add_tile(
-    num_rows: int, total: int, left: int, right: int, count: int, fetch: Any, strides: Any, stored: Any
-) -> None:
-    """Add the products of 3 to ``_MOST_TILE_ROWS`` rows; see ``add_rows_product``."""
-    if num_rows == 6:
-        add_rows_product(total, left, right, count, fetch, strides, 6, 1, stored)
-    elif num_rows == 5:
-        add_rows_product(total, left, right, count, fetch, strides, 5, 1, stored)
-    elif num_rows == 4:
-        add_rows_product(total, left, right, count, fetch, strides, 4, 1, stored)
-    else:
-        add_rows_product(total, left, right, count, fetch, strides, 3, 1, stored)
 
 
 @exact

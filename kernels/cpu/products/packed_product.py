@@ -77,6 +77,8 @@ from quire.kernels.cpu.products.integer_product import (
 _SCALE_BYTES = 2
 FEW_ROWS = 2
 """For up to this many rows, the sums of one panel would leave most registers unused."""
+MOST_TILE_ROWS = 6
+"""Most rows whose sums fit into registers."""
 AHEAD = 64
 """Distance, in inputs of a panel, at which a tile of several rows prefetches its own weights."""
 _GROUPS_AHEAD = 8
@@ -361,6 +363,21 @@ def add_rows_product(
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 4, fetch, strides, rows, panels, stored), codegen
+
+
+@exact
+def add_tile(
+    num_rows: int, total: int, left: int, right: int, count: int, fetch: Any, strides: Any, stored: Any
+) -> None:
+    """Add the products of 3 to ``MOST_TILE_ROWS`` rows; see ``add_rows_product``."""
+    if num_rows == 6:
+        add_rows_product(total, left, right, count, fetch, strides, 6, 1, stored)
+    elif num_rows == 5:
+        add_rows_product(total, left, right, count, fetch, strides, 5, 1, stored)
+    elif num_rows == 4:
+        add_rows_product(total, left, right, count, fetch, strides, 4, 1, stored)
+    else:
+        add_rows_product(total, left, right, count, fetch, strides, 3, 1, stored)
 
 
 def _make_tile(builder: Any, arguments: Any, num_rows: int, num_panels: int) -> _Tile:
