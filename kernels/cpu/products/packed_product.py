@@ -82,7 +82,12 @@ MOST_TILE_ROWS = 6
 AHEAD = 64
 """Distance, in inputs of a panel, at which a tile of several rows prefetches its own weights."""
 _GROUPS_AHEAD = 8
-"""Distance, in groups, at which it prefetches quantized weights. A few rows are faster without."""
+"""Distance, in groups, at which it prefetches quantized weights."""
+_BYTES_AHEAD = 4096 if TILE_COLUMNS == 64 else 0
+"""Distance at which a few rows prefetch quantized weights and those of 16 bits; 0 for none.
+
+Pairs and words of integers are faster without, and with AVX2 all are.
+"""
 
 _BITS = {types.int8: 8, types.uint8: 4}
 """Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
@@ -419,6 +424,8 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
                 emit_prefetch(builder, builder.add(fetch_first, builder.mul(k, fetch_step)))
             else:
                 tile.prefetch(offset, (AHEAD * input_bytes,))
+        elif stored in _HALVES and _BYTES_AHEAD:
+            tile.prefetch(offset, range(_BYTES_AHEAD, _BYTES_AHEAD + input_bytes, CACHE_LINE))
         weights = [
             widened_vector(builder, stored, tile.stored(panel, offset, element))
             for panel in range(len(tile.rights))
@@ -564,8 +571,8 @@ def _for_each_group(tile: _Tile, depth: Any, num_bytes: int, add: Callable[[Any,
 
     def add_group(group: Any, _: _Sums) -> _Sums:
         start = builder.mul(group, ir.Constant(_INT64, num_bytes))
-        if len(tile.lefts) > FEW_ROWS:
-            ahead = _GROUPS_AHEAD * num_bytes
+        ahead = _GROUPS_AHEAD * num_bytes if len(tile.lefts) > FEW_ROWS else _BYTES_AHEAD
+        if ahead:
             tile.prefetch(start, range(ahead, ahead + num_bytes, CACHE_LINE))
         add(group, start)
         return {}
