@@ -18,7 +18,7 @@ from quire.services.router.migration.copies import INTERVAL_TOKENS, MAX_MISSING_
 from tests.testing.stacks import StartStack, connect, make_prompt, metric, wait_until_idle
 
 WAIT_SECONDS = 120.0
-ENDLESS = 16_000
+ENDLESS = 32_000
 """Tokens of answers that outlast every step of a test; each test ends them itself."""
 BLOCK_SIZE = 16
 KINDS: dict[str, dict[str, Any]] = {
