@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -170,3 +173,20 @@ def test_panels_have_the_values_in_the_order_of_products(dtype: torch.dtype, sha
     if isinstance(packed, PairedWeight):
         expected = expected.unflatten(1, (-1, 2)).flip(2).transpose(2, 3)
     assert torch.equal(packed.panels, expected)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages to advise"
+)
+def test_large_weights_ask_for_huge_pages() -> None:
+    tensor = linear_module.in_own_memory((5, 1 << 19), torch.float32)
+    tensor[:] = torch.arange(5)[:, None]
+    assert tensor.sum(1).tolist() == [index * (1 << 19) for index in range(5)]
+    flags, is_inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, end = (int(each, 16) for each in found.groups())
+            is_inside = first <= tensor.data_ptr() < end
+        elif is_inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split()

@@ -15,8 +15,11 @@ bits do not depend on the number of processes either.
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from struct import Struct
@@ -104,6 +107,8 @@ _WIDENED_INPUTS = 16 * _PIECE_INPUTS // TILE_COLUMNS
 """Inputs of a panel whose weights are widened at a time, so that the results stay in an L1 cache."""
 _DEPTH = 2048
 """Inputs before a thread continues with the next rows, so that the tile's weights fit into its L2 cache."""
+_LEAST_HUGE = 1 << 22
+"""Bytes of a tensor that has at least one huge page wherever it begins."""
 MOST_SEGMENTS = 8
 """Most segments of a layer's inputs: this many processes can divide a sum without changing its bits."""
 _MOST_LEVELS = MOST_SEGMENTS.bit_length() - 1
@@ -241,8 +246,15 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def in_own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in the process's own memory."""
-    return torch.empty(shape, dtype=dtype)
+    """Return a tensor in the process's own memory, in huge pages if it is large and Linux gives them."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _LEAST_HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without them refuses the advice.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def pack(weight: torch.Tensor, arithmetic: str = FLOAT32, allocate: Allocate = in_own_memory) -> PackedWeight:
