@@ -7,9 +7,10 @@ with a running softmax (FlashAttention, Dao et al., 2022). It transposes keys in
 CPU's cache. Scores and outputs are matrix products.
 
 With many rows, as in prefill, arithmetic is the limit: products run over whole spans, and values are widened
-once. With few rows, as in decode, memory is the limit: values are read in place, and each step of the product
-with a block's keys prefetches a part of the block's values and of the next block's keys. Prefetching a whole
-block at once would stall, since a core can have only a few memory requests in flight.
+once, or packed with the keys in pairs of bfloat16 (see ``attention_pairs``). With few rows, as in decode,
+memory is the limit: values are read in place, and each step of the product with a block's keys prefetches a
+part of the block's values and of the next block's keys. Prefetching a whole block at once would stall, since
+a core can have only a few memory requests in flight.
 
 Sequences that begin with the same blocks share a tile. A program first attends over the shared blocks with
 the rows of all its parts, so it reads and transposes each key once. Then it attends over the other blocks of
@@ -511,7 +512,7 @@ def _attend_span(
             block_values = carray(pointer(value_at, storage), (block_size, head_dim))
             count = min(block_size, num_keys - slot)
             _unpack_values(block_values, value_scale, values, slot, count, value_dim)
-    # Clear the unused values: a NaN from an earlier sequence times weight 0 would still be NaN.
+    # Unused values are cleared: a NaN from an earlier sequence times weight 0 would still be NaN.
     if has_pairs:
         swap_halves(key_panels)
         value_panels[:, : first_block * block_size // 2] = 0
