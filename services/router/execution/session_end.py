@@ -37,18 +37,15 @@ async def end_session(cluster: Cluster, tenant: str, session: str) -> int:
 
 
 async def _end(cluster: Cluster, last: LastTurn, descriptor: bytes) -> int:
-    """Drop the blocks that workers of one cache descriptor have; return how many."""
+    """Drop the blocks that workers of one cache descriptor have; return how many.
+
+    All of them are asked, since a worker tells the index of its blocks a little later than it has them.
+    """
     prompt = await cluster.prefixes.look_up(array("I", last.tokens), last.scope, [descriptor])
-    cached, block_size = prompt.cached_by_worker, cluster.model.block_size
-    num_kept = last.num_first // block_size
+    num_kept = last.num_first // cluster.model.block_size
     request = worker_pb2.ForgetBlocksRequest(block_hashes=prompt.block_hashes, num_kept=num_kept)
-    holders = [
-        worker
-        for worker in cluster.workers.all()
-        if worker.info.cache_descriptor == descriptor
-        and (cached is None or cached.get(worker.worker_id, 0) > num_kept * block_size)
-    ]
-    return sum(await asyncio.gather(*(_forget(worker, request) for worker in holders)))
+    workers = [each for each in cluster.workers.all() if each.info.cache_descriptor == descriptor]
+    return sum(await asyncio.gather(*(_forget(worker, request) for worker in workers)))
 
 
 async def _forget(worker: Worker, request: worker_pb2.ForgetBlocksRequest) -> int:
