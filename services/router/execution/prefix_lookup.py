@@ -44,11 +44,7 @@ class PrefixLookup:
         return first if first.cached_by_worker is None else first._replace(cached_by_worker=cached)
 
     async def _look_up(self, token_ids: Sequence[int], scope: CacheScope, descriptor: bytes) -> PlannedPrompt:
-        root = self._root_of(descriptor, scope)
-        if len(token_ids) <= INLINE_HASHED_TOKENS:
-            hashes = block_hashes(root, token_ids, self._block_size)
-        else:
-            hashes = await asyncio.to_thread(block_hashes, root, token_ids, self._block_size)
+        hashes = await self.hash_blocks(token_ids, scope, descriptor)
         cached_by_worker: dict[str, int] | None = None if self._index is None else {}
         if self._index is not None and hashes:
             holdings = await self._index.look_up(hashes)
@@ -58,3 +54,12 @@ class PrefixLookup:
                 else {holding.worker.worker_id: holding.num_blocks * self._block_size for holding in holdings}
             )
         return PlannedPrompt(len(token_ids), hashes, cached_by_worker)
+
+    async def hash_blocks(
+        self, token_ids: Sequence[int], scope: CacheScope, descriptor: bytes
+    ) -> list[bytes]:
+        """Return the hashes of a prompt's full blocks on workers with a cache descriptor."""
+        root = self._root_of(descriptor, scope)
+        if len(token_ids) <= INLINE_HASHED_TOKENS:
+            return block_hashes(root, token_ids, self._block_size)
+        return await asyncio.to_thread(block_hashes, root, token_ids, self._block_size)

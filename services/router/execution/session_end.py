@@ -41,9 +41,9 @@ async def _end(cluster: Cluster, last: LastTurn, descriptor: bytes) -> int:
 
     All of them are asked, since a worker tells the index of its blocks a little later than it has them.
     """
-    prompt = await cluster.prefixes.look_up(array("I", last.tokens), last.scope, [descriptor])
+    hashes = await cluster.prefixes.hash_blocks(array("I", last.tokens), last.scope, descriptor)
     num_kept = last.num_first // cluster.model.block_size
-    request = worker_pb2.ForgetBlocksRequest(block_hashes=prompt.block_hashes, num_kept=num_kept)
+    request = worker_pb2.ForgetBlocksRequest(block_hashes=hashes, num_kept=num_kept)
     workers = [each for each in cluster.workers.all() if each.info.cache_descriptor == descriptor]
     return sum(await asyncio.gather(*(_forget(worker, request) for worker in workers)))
 
