@@ -55,10 +55,10 @@ def processor_features() -> Mapping[str, bool]:
     return {name[1:]: name[0] == "+" for name in named.split(",") if name}
 
 
-def processor_name() -> str:
-    """Return LLVM's name of the processor for which Numba compiles, such as "znver4"."""
+def is_zen() -> bool:
+    """Return whether Numba compiles for a processor of AMD, Zen or later."""
     name: str = config.CPU_NAME or binding.get_host_cpu_name()  # type: ignore[attr-defined]
-    return name
+    return name.startswith("znver")
 
 
 def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,14 +249,18 @@ def fetch_and_increment(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-def emit_prefetch(builder: Any, address: Any) -> None:
-    """Emit the instruction that prefetches a cache line."""
+def emit_prefetch(builder: Any, address: Any, *, is_read_once: bool = False) -> None:
+    """Emit the instruction that prefetches a cache line.
+
+    Args:
+        is_read_once: whether the line should displace nothing from the larger caches.
+    """
     byte_pointer = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte_pointer, _INT32, _INT32, _INT32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    for_reading, keep_in_all_caches, is_data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
-    line = builder.inttoptr(address, byte_pointer)
-    builder.call(function, [line, for_reading, keep_in_all_caches, is_data])
+    # In order: it is for reading, from no cache (0) to all caches (3) are to keep it, and it is data.
+    constants = [ir.Constant(_INT32, value) for value in (0, 0 if is_read_once else 3, 1)]
+    builder.call(function, [builder.inttoptr(address, byte_pointer), *constants])
 
 
 def emit_loop(builder: Any, count: Any, starts: Values, body: Callable[[Any, Values], Values]) -> Values:

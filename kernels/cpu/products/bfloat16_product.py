@@ -29,9 +29,9 @@ from quire.kernels.cpu.intrinsics import (
     emit_loop,
     exact,
     instruction,
+    is_zen,
     pointer,
     processor_features,
-    processor_name,
     splat,
 )
 
@@ -70,8 +70,7 @@ def prefers_pair_products() -> bool:
     AMD's processors multiply twice as many values by it in a cycle as by fused multiplications of float32,
     Intel's half as many.
     """
-    is_fast = processor_name().startswith("znver")
-    return TILE_COLUMNS > LANES and is_fast and processor_features().get("avx512bf16", False)
+    return TILE_COLUMNS > LANES and is_zen() and processor_features().get("avx512bf16", False)
 
 
 def emit_pair_products(builder: Any, inputs: Sequence[Any], weights: Any, sums: Any) -> Any:

@@ -31,6 +31,7 @@ from quire.kernels.cpu.intrinsics import (
     exact,
     fused,
     instruction,
+    is_zen,
     pointer,
     splat,
     widen,
@@ -84,9 +85,12 @@ AHEAD = 64
 _GROUPS_AHEAD = 8
 """Distance, in groups, at which it prefetches quantized weights."""
 _BYTES_AHEAD = 4096 if TILE_COLUMNS == 64 else 0
-"""Distance at which a few rows prefetch quantized weights and those of 16 bits; 0 for none.
+"""Distance at which a few rows prefetch weights; 0 for none, since with AVX2 they are faster without."""
+_IS_ZEN = is_zen()
+"""Whether a few rows prefetch weights of all types, into the L1 cache alone.
 
-Pairs and words of integers are faster without, and with AVX2 all are.
+The larger caches keep what the rest of a step needs. On other processors, only groups and numbers of 16 bits
+are prefetched, into all caches: words of integers are faster without.
 """
 
 _BITS = {types.int8: 8, types.uint8: 4}
@@ -298,7 +302,7 @@ class _Tile(NamedTuple):
             at = self.builder.add(offset, ir.Constant(_INT64, distance))
             for right in self.rights:
                 line = self.builder.ptrtoint(self.builder.gep(right, [at]), _INT64)
-                emit_prefetch(self.builder, line)
+                emit_prefetch(self.builder, line, is_read_once=_IS_ZEN and len(self.lefts) <= FEW_ROWS)
 
     def add_products(self, sums: _Sums, k: Any, weights: list[Any]) -> _Sums:
         """Emit the sums after adding the products of input ``k`` and the panels' weights."""
@@ -424,7 +428,7 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
                 emit_prefetch(builder, builder.add(fetch_first, builder.mul(k, fetch_step)))
             else:
                 tile.prefetch(offset, (AHEAD * input_bytes,))
-        elif stored in _HALVES and _BYTES_AHEAD:
+        elif _BYTES_AHEAD and (_IS_ZEN or stored in _HALVES):
             tile.prefetch(offset, range(_BYTES_AHEAD, _BYTES_AHEAD + input_bytes, CACHE_LINE))
         weights = [
             widened_vector(builder, stored, tile.stored(panel, offset, element))
@@ -477,6 +481,8 @@ def _add_words(
     def add(index: Any, sums: _Sums) -> _Sums:
         offset = builder.mul(index, ir.Constant(_INT64, 4 * tile.columns))
         first = builder.mul(index, ir.Constant(_INT64, num_words))
+        if _BYTES_AHEAD and _IS_ZEN and num_rows <= FEW_ROWS:
+            tile.prefetch(offset, range(_BYTES_AHEAD, _BYTES_AHEAD + 4 * tile.columns, CACHE_LINE))
         places = [builder.add(first, ir.Constant(_INT64, number)) for number in range(num_words)]
         rows, parts = ({each[axis] for each in sums} for axis in range(2))
         inputs = {row: [tile.word(row, each, _INT32) for each in places] for row in sorted(rows)}
