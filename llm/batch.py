@@ -32,8 +32,9 @@ def run_batch(engine: Engine, requests: Sequence[Request], shows_progress: bool)
             _add(engine, requests)
         with _progress_bar(len(requests), shows_progress) as advance:
             while not engine.is_idle:
-                with uninterrupted():
-                    _step(engine, by_id, advance)
+                with uninterrupted() as was_pressed:
+                    while not (engine.is_idle or was_pressed()):
+                        _step(engine, by_id, advance)
     finally:
         with uninterrupted():
             for attempt_id in by_id:
@@ -61,15 +62,16 @@ def _step(engine: Engine, by_id: Mapping[str, Request], advance: Advance) -> Non
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[Callable[[], bool]]:
     """Delay the first Ctrl-C until the context ends; a second one interrupts at once.
 
-    In the middle of a step, an interrupt would leak blocks.
+    In the middle of a step, an interrupt would leak blocks. The context yields a function that tells whether
+    Ctrl-C was pressed.
     """
     previous = signal.getsignal(signal.SIGINT)
     # Python runs handlers only in the main thread; None means that C code installed the handler.
     if current_thread() is not main_thread() or previous is None:
-        yield
+        yield lambda: False
         return
     was_pressed = False
 
@@ -80,7 +82,7 @@ def uninterrupted() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, note_press)
     try:
-        yield
+        yield lambda: was_pressed
     finally:
         signal.signal(signal.SIGINT, previous)
         if was_pressed:
