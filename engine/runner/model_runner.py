@@ -117,7 +117,6 @@ class ModelRunner:
             self._run, capture, max_num_seqs, max_blocks, self.memory.device, num_frames
         )
 
-    @torch.inference_mode()
     def forward(self, step: StepTensors) -> torch.Tensor:
         """Return logits ``[num_sequences + num_draft_tokens + num_scored, vocab_size]``.
 
@@ -126,10 +125,11 @@ class ModelRunner:
         """
         if self._compiled is not None:
             return self._compiled.run(step)
-        if self._graphs is not None and self._graphs.fits(step):
-            logits = self._graphs.run(step)
-        else:
-            logits = self._run(step.to(self.memory.device))
+        with torch.inference_mode():
+            if self._graphs is not None and self._graphs.fits(step):
+                logits = self._graphs.run(step)
+            else:
+                logits = self._run(step.to(self.memory.device))
         if self.memory.device.type == "cuda":
             # Transfers read the step's blocks on other streams afterwards.
             torch.cuda.current_stream().synchronize()

@@ -87,14 +87,37 @@ class CompiledStep:
         self._tables32 = self._tables
         self._num_positions = 0
         self._grow_tables(_FEWEST_POSITIONS)
+        self._placed: StepTensors | None = None
+        """The tensors of which the program has the addresses."""
+        self._num_threads = 0
+        """The number of threads when it got them."""
+        self._logits = torch.empty(0)
 
     def run(self, tensors: StepTensors) -> torch.Tensor:
         """Run a step; return its logits ``[num_logits, vocab_size]``, valid until the next step."""
-        metadata = tensors.metadata
-        num_tokens, num_kept = tensors.input_ids.shape[0], tensors.logit_rows.shape[0]
         self._grow_tables(int(tensors.positions.max()) + 1)
+        # Consecutive decodes of the same sequences have the same tensors, with other values.
+        if tensors is not self._placed or torch.get_num_threads() != self._num_threads:
+            self._place(tensors)
+        if self._state_layers is not None:
+            self._state_layers.place(tensors.metadata, tensors.input_ids.shape[0])
+        if self._collectives is not None:
+            self._step["last_round"] = self._collectives.num_rounds
+        self._run_program(tensors)
+        if self._collectives is not None:
+            # With adapters, the ranks gather the inputs of each of these layers too.
+            self._collectives.num_rounds += self._num_sums * (1 if tensors.adapters is None else 2)
+            self._collectives.meet()
+        finish = self._recipe.finish
+        return self._logits if finish is None else finish(self._logits.to(self._recipe.dtype))
+
+    def _place(self, tensors: StepTensors) -> None:
+        """Tell the program where a step's tensors are, and how many tokens and sequences they have."""
+        self._placed = None
+        num_tokens, num_kept = tensors.input_ids.shape[0], tensors.logit_rows.shape[0]
         self._grow_buffers(max(num_tokens, num_kept))
         logits = (self._collectives or self._buffers).logits(tensors.num_logits)
+        self._logits = logits[:, : self._vocab_size]
         steps = self._step
         steps["num_tokens"] = num_tokens, num_kept
         steps["num_logits"] = tensors.num_logits
@@ -102,24 +125,13 @@ class CompiledStep:
         steps["positions"] = tensors.positions.data_ptr()
         steps["kept_rows"] = tensors.logit_rows.data_ptr()
         steps["logits"] = logits.data_ptr() + 4 * first_column(self._recipe.head)
-        if self._collectives is not None:
-            steps["last_round"] = self._collectives.num_rounds
         self._place_adapters(tensors)
-        keeps_all_rows = metadata.max_new_tokens == 1 and num_kept == num_tokens
+        keeps_all_rows = tensors.metadata.max_new_tokens == 1 and num_kept == num_tokens
         if keeps_all_rows != self._buffers.keeps_all_rows:
             self._buffers.keep_rows(keeps_all_rows)
         if self._recipe.attentions:
             self._attention.place(tensors, keeps_all_rows)
-        if self._state_layers is not None:
-            self._state_layers.place(metadata, num_tokens)
-        self._run_program(tensors)
-        if self._collectives is not None:
-            # With adapters, the ranks gather the inputs of each of these layers too.
-            self._collectives.num_rounds += self._num_sums * (1 if tensors.adapters is None else 2)
-            self._collectives.meet()
-        chosen = logits[:, : self._vocab_size]
-        finish = self._recipe.finish
-        return chosen if finish is None else finish(chosen.to(self._recipe.dtype))
+        self._placed, self._num_threads = tensors, torch.get_num_threads()
 
     def hidden_states(self, tensors: StepTensors) -> torch.Tensor:
         """Return float32 ``[num_hidden, hidden_size]`` of the step that has just run."""
@@ -127,11 +139,17 @@ class CompiledStep:
 
     def _run_program(self, tensors: StepTensors) -> None:
         """Run the program, and between its parts the modules."""
-        num_tokens = len(tensors.input_ids)
+        num_tokens = tensors.input_ids.shape[0]
         is_threaded = num_tokens * self._work_per_token >= _MIN_THREADED_WORK
         num_threads = torch.get_num_threads() if is_threaded else 1
-        options = self._modules.options(tensors, self._tables)
         self._run_part(0, False, num_threads)
+        if self._modules.calls:
+            self._run_modules(tensors, num_threads)
+
+    @torch.inference_mode()
+    def _run_modules(self, tensors: StepTensors, num_threads: int) -> None:
+        """Run the modules, and after each the next part of the program."""
+        num_tokens, options = tensors.input_ids.shape[0], self._modules.options(tensors, self._tables)
         for call in self._modules.calls:
             is_last = call.number == len(self._layers) - 1
             self._modules.run(call, options, num_tokens, tensors.logit_rows if is_last else None)
