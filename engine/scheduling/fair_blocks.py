@@ -76,6 +76,8 @@ class FairBlocks:
         One transfer is always allowed. Without authenticated tenants, there is no other client to leave
         blocks to.
         """
+        if not self._queues.transfers:
+            return []
         granted: Counter[str] = Counter()
         for group, num_blocks in self._queues.granted.items():
             granted[group.client] += num_blocks

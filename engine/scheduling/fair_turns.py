@@ -150,10 +150,10 @@ class FairTurns:
 
     def record_step(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Count the tokens that a step computes for each client."""
-        tokens: Counter[str] = Counter()
+        tokens: dict[str, int] = {}
         weights: dict[str, int] = {}
         for sequence, num_tokens in scheduled:
-            tokens[sequence.client] += num_tokens
+            tokens[sequence.client] = tokens.get(sequence.client, 0) + num_tokens
             weights[sequence.client] = sequence.weight
         for client, num_tokens in tokens.items():
             self._served.serve(client, num_tokens, weights[client])

@@ -363,6 +363,8 @@ class Scheduler:
         queues = self.queues
         owed: dict[str, int] = {}
         queues.num_owed_blocks = owed
+        if not queues.waiting:
+            return
         oldest_transfer = next((group.arrival for group in self.fair_blocks.next_transfers()), None)
         starting = set(budget.turns or ()).difference(queues.running)
         smallest: dict[str, int] = {}  # sequences of a group that was passed, by client

@@ -65,7 +65,7 @@ def _sample_round(
     sequences, rows = to_sample
     if not sequences:
         return [], {}
-    if rows != list(range(len(logits))):
+    if rows != list(range(logits.shape[0])):
         logits = logits[torch.tensor(rows, device=logits.device)]
     token_ids, logprobs, errors = sample(logits, sequences, rules.eos_token_ids)
     new: Iterable[tuple[Sequence, int, TokenLogprobs | None]]
