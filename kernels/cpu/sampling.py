@@ -16,7 +16,9 @@ the bits of a logprob, whose logarithm is implemented here too.
 
 from __future__ import annotations
 
+from array import array
 from functools import cache
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,8 @@ _FIELDS = (
     "next_scratch",
 )
 _ARGUMENTS = np.dtype([*((name, np.int64) for name in _FIELDS), ("greedy_below", np.float32)])
+_PACKED_ARGUMENTS = Struct(f"={len(_FIELDS)}qf")
+"""Packs ``_ARGUMENTS``, in a small part of the time that NumPy takes."""
 
 _SUM_FIELDS = ("logits", "stride", "num_rows", "vocab_size", "sums", "scratch", "next_row", "next_scratch")
 _SUM_ARGUMENTS = np.dtype([(name, np.int64) for name in _SUM_FIELDS])
@@ -114,9 +118,9 @@ def sample_rows(
     scratch_bytes = _scratch_bytes(vocab_size)
     scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
     # The two counters follow the token ids.
-    results = np.zeros(num_rows + 2, np.int64)
-    results_at = results.ctypes.data
-    fields = (
+    results = array("q", bytes(8 * (num_rows + 2)))
+    results_at, _ = results.buffer_info()
+    arguments = _PACKED_ARGUMENTS.pack(
         logits.data_ptr(),
         logits.stride(0),
         raw.data_ptr(),
@@ -131,10 +135,8 @@ def sample_rows(
         results_at + 8 * num_rows + 8,
         greedy_below,
     )
-    arguments = np.array([fields], dtype=_ARGUMENTS)
-    threads.run(_kernel().address, arguments.ctypes.data, num_threads)
-    token_ids: list[int] = results[:num_rows].tolist()
-    return token_ids
+    threads.run(_kernel().address, arguments, num_threads)
+    return results[:num_rows].tolist()
 
 
 def log_sums(logits: torch.Tensor) -> torch.Tensor:
@@ -159,7 +161,7 @@ def log_sums(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _num_threads(logits: torch.Tensor) -> int:
-    return min(torch.get_num_threads(), len(logits)) if logits.numel() >= _MIN_THREADED_VALUES else 1
+    return min(torch.get_num_threads(), logits.shape[0]) if logits.numel() >= _MIN_THREADED_VALUES else 1
 
 
 def _with_whole_rows(logits: torch.Tensor) -> torch.Tensor:
