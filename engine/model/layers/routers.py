@@ -50,7 +50,8 @@ def softmax_route(router: Any) -> Route | None:
 
     Returns None if it lacks what such routers have; another router may have all of it, too.
     """
-    if not all(hasattr(router, name) for name in ("weight", "top_k")) or hasattr(router, "bias"):
+    # The weight comes last, since a packed layer would unpack it to answer.
+    if not all(hasattr(router, name) for name in ("top_k", "weight")) or hasattr(router, "bias"):
         return None
     if list(signature(router.forward).parameters) != ["hidden_states"]:
         return None
