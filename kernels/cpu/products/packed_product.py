@@ -87,7 +87,7 @@ _GROUPS_AHEAD = 8
 _BYTES_AHEAD = 4096 if TILE_COLUMNS == 64 else 0
 """Distance at which a few rows prefetch weights; 0 for none, since with AVX2 they are faster without."""
 _IS_ZEN = is_zen()
-"""Whether a few rows prefetch weights of all types, into the L1 cache alone.
+"""Whether a few rows prefetch weights of all types, only into the L1 cache.
 
 The larger caches keep what the rest of a step needs. On other processors, only groups and numbers of 16 bits
 are prefetched, into all caches: words of integers are faster without.
