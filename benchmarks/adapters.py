@@ -17,6 +17,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, NamedTuple
 
+from quire.benchmarks.harness.options import AtLeast
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.random_adapters import make_adapter
 from quire.benchmarks.harness.random_llamas import CACHE, random_llama
@@ -35,7 +36,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     adapters: Annotated[int, "number of adapters, and of requests in a batch"] = 16
     rank: int = 16
-    rounds: int = 7
+    rounds: Annotated[int, AtLeast(1)] = 7
     threads: int = 2
     ranks: Annotated[int, "processes that divide the model, and the threads"] = 1
 

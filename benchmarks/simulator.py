@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+from quire.benchmarks.harness.options import AtLeast
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import show_progress
 from quire.benchmarks.harness.tables import table
@@ -58,7 +59,7 @@ class Options:
     """Options of the command line."""
 
     seconds: Annotated[float, "length of each replay"] = 10.0
-    repeats: Annotated[int, "replays of each load, each with other requests"] = 3
+    repeats: Annotated[int, AtLeast(1), "replays of each load, each with other requests"] = 3
     calibration: Annotated[Path | None, "file to write the calibration to"] = None
 
 

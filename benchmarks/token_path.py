@@ -30,6 +30,7 @@ import grpc.aio
 from rich.console import Console
 from rich.progress import track
 
+from quire.benchmarks.harness.options import AtLeast
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import cpu_seconds, main_thread_cpu_seconds, medians, turns
 from quire.benchmarks.harness.tables import table
@@ -54,7 +55,7 @@ class Options:
 
     clients: Annotated[tuple[int, ...], "numbers of clients"] = (1, 16, 64)
     tokens: Annotated[int, "tokens of an answer"] = 200
-    rounds: Annotated[int, "rounds that count"] = 3
+    rounds: Annotated[int, AtLeast(1), "rounds that count"] = 3
     router_processes: int = 1
 
 

@@ -35,6 +35,7 @@ import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from quire.benchmarks.harness.options import AtLeast
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.rounds import cpu_seconds
 from quire.benchmarks.harness.tables import table
@@ -69,7 +70,7 @@ class Options:
     """Options of the command line."""
 
     mebibytes: Annotated[int, "size of one push"] = 256
-    repeats: Annotated[int, "rounds; medians count"] = 5
+    repeats: Annotated[int, AtLeast(1), "rounds; medians count"] = 5
     layers: Annotated[tuple[int, ...], "layers of a block, of 64 KiB; 32 and 80 as in 8B and 70B models"] = (
         *(1, 8, 32, 80),
     )

@@ -32,7 +32,7 @@ from quire.benchmarks.disaggregation.report import (
     switch,
     table_of,
 )
-from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.options import AtLeast, OneOf
 from quire.benchmarks.harness.program import FailedError, Report, program
 from quire.benchmarks.harness.random_llamas import CACHE, SIZES, random_llama
 from quire.benchmarks.harness.rounds import show_progress, turns
@@ -77,7 +77,7 @@ class Options:
     prompt_tokens: Annotated[tuple[int, ...], "lengths of the prompts"] = (128, 512, 2048, 3968)
     output_tokens: int = 64
     seconds: Annotated[float, "length of each measurement, about"] = 10.0
-    rounds: int = 1
+    rounds: Annotated[int, AtLeast(1)] = 1
     folder: Path = CACHE
 
     def __post_init__(self) -> None:

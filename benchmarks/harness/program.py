@@ -2,7 +2,7 @@
 
 @dataclass(frozen=True)
 class Options:
-    rounds: Annotated[int, "rounds; medians count"] = 3
+    rounds: Annotated[int, AtLeast(1), "rounds; medians count"] = 3
 
 
 @program

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
-from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.options import AtLeast, OneOf
 from quire.benchmarks.harness.program import CannotRunError, Report, program
 from quire.benchmarks.harness.random_llamas import CACHE
 from quire.benchmarks.harness.rounds import medians, show_progress
@@ -53,7 +53,7 @@ class Options:
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     gguf: Annotated[tuple[Path, ...], "GGUF files instead of models and dtypes"] = ()
     workloads: Annotated[tuple[str, ...], OneOf(WORKLOADS)] = tuple(WORKLOADS)
-    rounds: int = 5
+    rounds: Annotated[int, AtLeast(1)] = 5
     threads: int = len(os.sched_getaffinity(0))
     folder: Path = CACHE
     install: Annotated[bool, "install the chosen sides and end"] = False

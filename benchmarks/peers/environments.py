@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import quire
+from quire.benchmarks.harness.program import CannotRunError
 
 
 class Packages(NamedTuple):
@@ -59,18 +60,21 @@ def install(side: str, folder: Path) -> None:
     """Make the environment of a side if it does not exist.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; it has printed why.
+        CannotRunError: a command failed; it has printed why.
     """
     if is_installed(side, folder):
         return
     path = environment(side, folder)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", path], check=True)
     pip = [str(interpreter(side, folder)), "-m", "pip", "--disable-pip-version-check"]
     packages = PACKAGES[side]
-    for group in packages.groups:
-        subprocess.run([*pip, "install", *group], check=True, stdout=sys.stderr)
-    if packages.uninstalled:
-        subprocess.run([*pip, "uninstall", "--yes", *packages.uninstalled], check=True, stdout=sys.stderr)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", path], check=True)
+        for group in packages.groups:
+            subprocess.run([*pip, "install", *group], check=True, stdout=sys.stderr)
+        if packages.uninstalled:
+            subprocess.run([*pip, "uninstall", "--yes", *packages.uninstalled], check=True, stdout=sys.stderr)
+    except subprocess.CalledProcessError as error:
+        raise CannotRunError(f"{side} could not be installed: {error}") from error
     (path / FINISHED).touch()
 
 

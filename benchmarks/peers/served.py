@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.options import AtLeast, OneOf
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.random_llamas import CACHE
 from quire.benchmarks.harness.rounds import medians, show_progress
@@ -82,7 +82,7 @@ class Options:
     models: Annotated[tuple[str, ...], MODELS_HELP] = ("7m", "100m")
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     workloads: Annotated[tuple[str, ...], OneOf(SERVED_WORKLOADS)] = SERVED_WORKLOADS
-    rounds: int = 5
+    rounds: Annotated[int, AtLeast(1)] = 5
     folder: Path = CACHE
 
 

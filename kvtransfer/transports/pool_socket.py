@@ -25,6 +25,7 @@ import stat
 import struct
 import tempfile
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 from quire.kvtransfer.errors import NotSharedError
@@ -42,6 +43,7 @@ _MAX_EPOCH_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
+@cache
 def boot_id() -> str:
     """Return the kernel's boot id; empty if the system has none."""
     try:

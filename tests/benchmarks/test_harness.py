@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 import pytest
 from rich.console import Console
 
-from quire.benchmarks.harness.options import OneOf
+from quire.benchmarks.harness.options import AtLeast, OneOf
 from quire.benchmarks.harness.program import CannotRunError, FailedError, Program, Report, program
 from quire.benchmarks.harness.rounds import best_seconds, medians, turns
 from quire.benchmarks.harness.tables import table
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class Options:
     parts: Annotated[tuple[str, ...], OneOf(("a", "b")), "parts to run"]
-    sizes: tuple[int, ...] = (1, 2)
+    sizes: Annotated[tuple[int, ...], AtLeast(1)] = (1, 2)
     dtype: Literal["float32", "bfloat16"] = "float32"
     folder: Path | None = None
     is_quick: bool = False
@@ -77,11 +77,13 @@ def test_words_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.parse([]) == Options(())
     words = "b a b --sizes 8,4,8 --dtype bfloat16 --folder x --is-quick"
     assert main.parse(words.split()) == Options(("b", "a", "b"), (8, 4), "bfloat16", Path("x"), True)
-    for wrong in (["c"], ["--dtype", "int8"], ["--sizes", "1,x"]):
+    for wrong in (["c"], ["--dtype", "int8"], ["--sizes", "1,x"], ["--sizes", "1,0"]):
         with pytest.raises(SystemExit) as raised:
             main.parse(wrong)
         assert raised.value.code == 2
-    assert "c is none of a, b" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "c is none of a, b" in printed
+    assert "0 is less than 1" in printed
 
 
 def test_results_are_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

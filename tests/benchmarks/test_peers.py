@@ -155,6 +155,15 @@ def test_without_any_side_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "run with --install first" in capsys.readouterr().err
 
 
+def test_a_failed_installation_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "file"
+    folder.touch()
+    with pytest.raises(SystemExit) as raised:
+        peers.main(["--install", "--sides", "vllm", "--folder", str(folder)])
+    assert raised.value.code == 2
+    assert "vllm could not be installed" in capsys.readouterr().err
+
+
 def test_no_workload_runs_when_all_sides_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "start", lambda *_: nullcontext(Double(fails_at=0)))
     monkeypatch.setattr(peers, "random_model", lambda *_: (tmp_path, 320))
