@@ -9,16 +9,14 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from quire.kernels.cpu import exchange, threads
 from quire.kernels.cpu.futex import futex_call
-from quire.kernels.cpu.products.linear import UNIT
-
-Int64s = np.ndarray[Any, np.dtype[np.int64]]
+from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.weighted_sums import Int64s
 
 _PAGE = mmap.PAGESIZE
 _piece_size: Callable[[int, int], int] = exchange.piece_size.py_func  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from quire.engine.model.parallel_shares import DividedExperts, Shares
-from quire.kernels.cpu.products.linear import num_segments_of
+from quire.kernels.cpu.products.unit_product import num_segments_of
 from quire.settings.setting import SettingError
 
 _COLUMN, _ROW = "colwise", "rowwise"

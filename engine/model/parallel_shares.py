@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
-from quire.kernels.cpu.products.linear import MOST_SEGMENTS
+from quire.kernels.cpu.products.unit_product import MOST_SEGMENTS
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from quire.engine.model.parallel_plan import Division
 from quire.engine.model.program.recipe import StepRecipe
 from quire.engine.weights.digest import describe_tensor
 from quire.engine.weights.loader import LoadedModel
-from quire.kernels.cpu.products.linear import UNIT
 from quire.kernels.cpu.products.low_rank import LINEARS, UPDATE, pack_a, pack_b
+from quire.kernels.cpu.products.packed_weight import UNIT
 from quire.kernels.metadata import Adapter
 from quire.models.file_checks import damaged, read_object
 from quire.models.safetensors_header import read_safetensors

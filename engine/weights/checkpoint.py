@@ -15,7 +15,7 @@ from quire.engine.model.check import UnsupportedModelError
 from quire.engine.weights.dequantize import WrongPartError, dequantize, read_codes
 from quire.engine.weights.packed_codes import pack, pack_mxfp4, stand_in, take_part, weight_bytes
 from quire.engine.weights.quantization import read_quantization
-from quire.kernels.cpu.products.linear import PackedWeight
+from quire.kernels.cpu.products.packed_weight import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged, read_object
 from quire.models.gguf_folder import GGUF_NAME
 from quire.models.model_files import read_weight_files

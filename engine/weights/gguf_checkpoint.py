@@ -20,7 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 from quire.engine.weights.gguf_codes import read_group_codes
 from quire.engine.weights.packed_codes import stand_in, take_part, weight_bytes
 from quire.kernels.cpu.products.group_weight import GroupWeight, pack_groups
-from quire.kernels.cpu.products.linear import PackedWeight
+from quire.kernels.cpu.products.packed_weight import PackedWeight
 from quire.models.file_checks import ModelFileError, damaged
 from quire.models.gguf_folder import GGUF_NAME
 from quire.models.gguf_header import read_header

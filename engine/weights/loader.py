@@ -30,7 +30,7 @@ from quire.engine.weights.shared_module import load_shared, source_of
 from quire.engine.weights.sliced_weights import digest_of, digest_of_whole, load_slices
 from quire.engine.weights.weights_file import WeightsFile
 from quire.engine.weights.whole_model import DTYPES, load_module, pack_module
-from quire.kernels.cpu.products.linear import Allocate, in_own_memory
+from quire.kernels.cpu.products.packed_weight import Allocate, in_own_memory
 from quire.kvindex.kv_layout import KvShape
 from quire.models.file_checks import read_object
 from quire.models.model_files import check_configuration

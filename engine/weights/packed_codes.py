@@ -13,7 +13,7 @@ from quire.kernels.cpu.products.coded_product import E2M1, E4M3, INT4, INT8, UIN
 from quire.kernels.cpu.products.coded_weight import pack_codes
 from quire.kernels.cpu.products.integer_product import MOST_INPUTS
 from quire.kernels.cpu.products.integer_weight import pack_integers
-from quire.kernels.cpu.products.linear import PackedWeight
+from quire.kernels.cpu.products.packed_weight import PackedWeight
 
 _NANS_OF_E4M3 = (0x7F, 0xFF)
 _MIDDLES = {8: INT4, 128: INT8}

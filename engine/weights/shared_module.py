@@ -23,7 +23,7 @@ import torch
 
 from quire.engine.kv_cache.shared_memory import use_large_pages
 from quire.engine.weights.weights_file import WeightsFile
-from quire.kernels.cpu.products.linear import Allocate, in_own_memory
+from quire.kernels.cpu.products.packed_weight import Allocate, in_own_memory
 
 logger = logging.getLogger(__name__)
 

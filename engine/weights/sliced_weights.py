@@ -21,7 +21,7 @@ from quire.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.engine.weights.converted_names import ConvertedCheckpoint
 from quire.engine.weights.digest import model_digest
 from quire.kernels.cpu.products.integer_weight import IntegerWeight
-from quire.kernels.cpu.products.linear import UNIT, PackedWeight
+from quire.kernels.cpu.products.packed_weight import UNIT, PackedWeight
 
 if TYPE_CHECKING:
     from quire.engine.weights.gguf_checkpoint import GgufCheckpoint

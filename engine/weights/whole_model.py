@@ -19,7 +19,7 @@ from quire.engine.model.layers.experts import pack_experts, packable_experts
 from quire.engine.model.layers.latent_attention import GpuHeadLinear, HeadLinear, keep_latents
 from quire.engine.model.layers.packed_linear import pack_linear_layers, packable_weights
 from quire.engine.weights.checkpoint import Checkpoint
-from quire.kernels.cpu.products.linear import Allocate, PackedWeight, in_own_memory
+from quire.kernels.cpu.products.packed_weight import Allocate, PackedWeight, in_own_memory
 from quire.models.file_checks import damaged
 from quire.models.model_files import read_weight_files
 from quire.models.source import EMBEDDING_MODULES

@@ -60,7 +60,7 @@ from quire.kernels.cpu.products.amx_product import (
     release_tiles,
 )
 from quire.kernels.cpu.products.bfloat16_product import PAIRS, flush_denormals, restore_denormals
-from quire.kernels.cpu.products.linear import tiles_are_exact
+from quire.kernels.cpu.products.packing import tiles_are_exact
 from quire.kernels.cpu.softmax_lanes import LANES, scale_columns, weigh_keys
 
 _STRIP = 4 * TILE_SIDE

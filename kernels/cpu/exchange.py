@@ -25,7 +25,7 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from quire.kernels.cpu.futex import sleep_while, wake
 from quire.kernels.cpu.intrinsics import arrive, exact, keep_apart, pointer, raise_shared, read_shared
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.products.linear import MOST_SEGMENTS
+from quire.kernels.cpu.products.unit_product import MOST_SEGMENTS
 
 MOST_RANKS = 8
 MOST_PIECES = 4

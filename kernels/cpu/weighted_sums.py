@@ -17,7 +17,7 @@ from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import exact, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.kernel_cache import compile_kernel
-from quire.kernels.cpu.products.linear import MOST_SEGMENTS
+from quire.kernels.cpu.products.unit_product import MOST_SEGMENTS
 from quire.kernels.torch_functions import without_replacements
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]

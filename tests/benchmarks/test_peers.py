@@ -24,7 +24,8 @@ from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
-from quire.kernels.cpu.products.linear import PackedWeight, pack
+from quire.kernels.cpu.products.packed_weight import PackedWeight
+from quire.kernels.cpu.products.packing import pack
 
 
 class Figures(NamedTuple):

@@ -15,7 +15,7 @@ from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.sequences.sequence import Sequence, TokenLogprobs
 from quire.engine.weights import loader, whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kernels.cpu.products.linear import TiledWeight
+from quire.kernels.cpu.products.packed_weight import TiledWeight
 from tests.testing.tiny_engine import make_engine, make_request
 
 NUM_PROMPT, NUM_NEW = 90, 40

@@ -18,7 +18,7 @@ from quire.engine.weights import whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.engine.weights.shared_module import Source, load_shared
 from quire.engine.weights.weights_file import WeightsFile
-from quire.kernels.cpu.products.linear import Allocate
+from quire.kernels.cpu.products.packed_weight import Allocate
 from tests.testing.tiny_engine import CPU
 
 WAIT_SECONDS = 20.0

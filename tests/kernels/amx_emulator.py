@@ -25,7 +25,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import attention, attention_amx
 from quire.kernels.cpu.attention_program import ARGUMENTS_TYPE
 from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
-from quire.kernels.cpu.products import integer_weight, linear
+from quire.kernels.cpu.products import integer_weight, linear, packing, unit_product
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import flush_denormals, restore_denormals
 from tests.testing.attention_cases import make_case
@@ -201,9 +201,9 @@ def compare(num_rows: int, in_features: int, out_features: int, num_segments: in
     weight = torch.randn((out_features, in_features), generator=generator).bfloat16()
     results = []
     for by_tiles in (True, False):
-        setattr(linear, "may_use_tiles", partial(bool, by_tiles))  # noqa: B010
-        linear.tiles_are_exact.cache_clear()
-        packed = linear.pack(weight, AMX_BFLOAT16)
+        setattr(packing, "may_use_tiles", partial(bool, by_tiles))  # noqa: B010
+        packing.tiles_are_exact.cache_clear()
+        packed = packing.pack(weight, AMX_BFLOAT16)
         assert packed.stored is (TILES if by_tiles else CHAINS)
         results.append(linear.sums(inputs, packed, None, num_segments))
     assert torch.equal(*results), (num_rows, in_features, out_features, num_segments)
@@ -244,9 +244,9 @@ def assembly() -> list[str]:
 
     def product(address: int) -> None:
         field: Any = np.int64(address)
-        operands = linear.Product(field, field, field, field, field, field, field, field)
-        linear.multiply_unit(operands, 1, 0, TILES)
-        linear.multiply_unit(operands, 1, 0, INTEGER_TILES)
+        operands = unit_product.Product(field, field, field, field, field, field, field, field)
+        unit_product.multiply_unit(operands, 1, 0, TILES)
+        unit_product.multiply_unit(operands, 1, 0, INTEGER_TILES)
 
     # A kernel that was read from disk has no code to look at.
     attend = attention_amx.kernel_for(64, 16, 3).__wrapped__

@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from quire.kernels import ops
 from quire.kernels.cpu.attention import paged_attention
 from quire.kernels.cpu.intrinsics import processor_features
-from quire.kernels.cpu.products import amx_product
-from quire.kernels.cpu.products import linear as linear_module
+from quire.kernels.cpu.products import amx_product, packing
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, may_use_tiles
-from quire.kernels.cpu.products.linear import ROWS, TiledWeight, linear, pack, sums, tiles_are_exact
+from quire.kernels.cpu.products.linear import linear, sums
+from quire.kernels.cpu.products.packed_weight import TiledWeight
+from quire.kernels.cpu.products.packing import pack, tiles_are_exact
+from quire.kernels.cpu.products.unit_product import ROWS
 from tests.kernels.amx_emulator import INSTRUCTIONS, environment
 from tests.testing.linear_layers import check_rows_and_threads, in_pairs
 
@@ -259,8 +261,8 @@ def test_vectors_replace_tiles_that_linux_refuses(
 
     monkeypatch.setattr(amx_product, "processor_features", lambda: {"amx-tile": True, "amx-bf16": True})
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing())
-    monkeypatch.setattr(linear_module, "may_use_tiles", may_use_tiles.__wrapped__)
-    monkeypatch.setattr(linear_module, "tiles_are_exact", tiles_are_exact.__wrapped__)
+    monkeypatch.setattr(packing, "may_use_tiles", may_use_tiles.__wrapped__)
+    monkeypatch.setattr(packing, "tiles_are_exact", tiles_are_exact.__wrapped__)
     packed = pack(random_bfloat16(64, 64, seed=7), AMX_BFLOAT16)
     assert isinstance(packed, TiledWeight)
     assert not packed.by_tiles
@@ -275,8 +277,8 @@ def test_vectors_replace_tiles_that_round_otherwise(
         result[-1, -1] += float(weight.by_tiles) * result[-1, -1].abs() / 2**20
         return result
 
-    monkeypatch.setattr(linear_module, "may_use_tiles", lambda: True)
-    monkeypatch.setattr(linear_module, "sums", other_bits)
+    monkeypatch.setattr(packing, "may_use_tiles", lambda: True)
+    monkeypatch.setattr(packing, "sums", other_bits)
     assert not tiles_are_exact.__wrapped__()
     assert "do not round as its manual says" in caplog.text
 

@@ -8,7 +8,9 @@ import torch
 from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.products import coded_product
 from quire.kernels.cpu.products.coded_weight import CodedWeight, pack_codes
-from quire.kernels.cpu.products.linear import ROWS, linear, pack, sums
+from quire.kernels.cpu.products.linear import linear, sums
+from quire.kernels.cpu.products.packing import pack
+from quire.kernels.cpu.products.unit_product import ROWS
 
 CODINGS = ["INT4", "UINT4", "E2M1", "INT8", "E4M3"]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]

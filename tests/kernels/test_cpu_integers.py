@@ -51,8 +51,10 @@ from quire.kernels.cpu.products.integer_product import (
     integer_instruction,
 )
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
-from quire.kernels.cpu.products.linear import ROWS, UNIT, PackedWeight, linear, sums
+from quire.kernels.cpu.products.linear import linear, sums
+from quire.kernels.cpu.products.packed_weight import UNIT, PackedWeight
 from quire.kernels.cpu.products.quantized_weight import quantize
+from quire.kernels.cpu.products.unit_product import ROWS
 from tests.testing.linear_layers import check_rows_and_threads
 
 HASWELL = "avx2 fma f16c"

@@ -12,17 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS, processor_features
-from quire.kernels.cpu.products import linear as linear_module
-from quire.kernels.cpu.products.linear import (
-    ROWS,
-    UNIT,
-    PackedWeight,
-    PairedWeight,
-    linear,
-    num_segments_of,
-    pack,
-    sums,
-)
+from quire.kernels.cpu.products import packing
+from quire.kernels.cpu.products.linear import linear, sums
+from quire.kernels.cpu.products.packed_weight import UNIT, PackedWeight, PairedWeight, in_own_memory
+from quire.kernels.cpu.products.packing import pack
+from quire.kernels.cpu.products.unit_product import ROWS, num_segments_of
 from tests.testing.linear_layers import check_product, check_rows_and_threads, in_pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -151,9 +145,9 @@ def test_pairs_of_bfloat16_have_the_bits_of_float32_products(
 
     weight, inputs = draw(out_features), draw(num_rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_module, "prefers_pair_products", lambda: True)
+        patch.setattr(packing, "prefers_pair_products", lambda: True)
         paired = pack(weight)
-        patch.setattr(linear_module, "prefers_pair_products", lambda: False)
+        patch.setattr(packing, "prefers_pair_products", lambda: False)
         plain = pack(weight)
     assert (paired.stored, plain.stored) == (np.uint32, np.uint16)
     assert torch.equal(sums(inputs, paired, None), sums(inputs, plain, None))
@@ -179,7 +173,7 @@ def test_panels_have_the_values_in_the_order_of_products(dtype: torch.dtype, sha
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages to advise"
 )
 def test_large_weights_ask_for_huge_pages() -> None:
-    tensor = linear_module.in_own_memory((5, 1 << 19), torch.float32)
+    tensor = in_own_memory((5, 1 << 19), torch.float32)
     tensor[:] = torch.arange(5)[:, None]
     assert tensor.sum(1).tolist() == [index * (1 << 19) for index in range(5)]
     flags, is_inside = "", False

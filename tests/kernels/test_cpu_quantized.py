@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
-from quire.kernels.cpu.products.linear import ROWS, UNIT, EncodedWeight, linear, pack
+from quire.kernels.cpu.products.linear import linear
+from quire.kernels.cpu.products.packed_weight import UNIT, EncodedWeight
+from quire.kernels.cpu.products.packing import pack
 from quire.kernels.cpu.products.quantized_weight import quantize
 from quire.kernels.cpu.products.rounding import PEAKS
+from quire.kernels.cpu.products.unit_product import ROWS
 from tests.testing.linear_layers import check_product, check_rows_and_threads
 
 WEIGHT_DTYPES = ["int8", "int4"]

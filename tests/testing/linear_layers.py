@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.cpu.products.linear import ROWS
+from quire.kernels.cpu.products.unit_product import ROWS
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 

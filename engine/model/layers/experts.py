@@ -20,16 +20,16 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from quire.engine.model.check import UnsupportedModelError, refusing
-from quire.engine.model.collectives import Collectives, Int64s, pieces
+from quire.engine.model.collectives import Collectives, pieces
 from quire.engine.model.layers.llama4_layers import use_experts_interface
 from quire.engine.model.layers.packed_linear import pack_weight
 from quire.engine.model.layers.row_layers import KernelActivation
 from quire.engine.model.parallel_shares import DividedExperts
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.products.grouped_linear import WeightGroup, group_choices, grouped_sums
-from quire.kernels.cpu.products.linear import PackedWeight
+from quire.kernels.cpu.products.packed_weight import PackedWeight
 from quire.kernels.cpu.rows import Gate, Norm
-from quire.kernels.cpu.weighted_sums import weighted_sums
+from quire.kernels.cpu.weighted_sums import Int64s, weighted_sums
 from quire.kernels.torch_functions import without_replacements
 
 _IMPLEMENTATION = "quire"

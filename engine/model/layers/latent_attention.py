@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from quire.engine.model.layers.packed_linear import pack_weight
-from quire.kernels.cpu.products.linear import UNIT, PackedWeight, sums
+from quire.kernels.cpu.products.linear import sums
+from quire.kernels.cpu.products.packed_weight import UNIT, PackedWeight
 
 
 class HeadLinear(torch.nn.Module):

@@ -13,7 +13,9 @@ from quire.kernels.cpu.intrinsics import GROUP
 from quire.kernels.cpu.products.amx_product import FLOAT32
 from quire.kernels.cpu.products.integer_product import MOST_INPUTS
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
-from quire.kernels.cpu.products.linear import UNIT, Allocate, PackedWeight, in_own_memory, linear, pack
+from quire.kernels.cpu.products.linear import linear
+from quire.kernels.cpu.products.packed_weight import UNIT, Allocate, PackedWeight, in_own_memory
+from quire.kernels.cpu.products.packing import pack
 from quire.kernels.cpu.products.quantized_weight import quantize
 from quire.settings.setting import SettingError
 

@@ -13,7 +13,8 @@ from quire.engine.model.collectives import Collectives, pieces
 from quire.engine.model.layers.experts import divide_experts
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.parallel_plan import Division, ParallelPlan
-from quire.kernels.cpu.products.linear import UNIT, linear, sums
+from quire.kernels.cpu.products.linear import linear, sums
+from quire.kernels.cpu.products.packed_weight import UNIT
 
 
 class RowLinear(PackedLinear):

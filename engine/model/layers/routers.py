@@ -10,7 +10,7 @@ import torch
 
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.products.linear import pack
+from quire.kernels.cpu.products.packing import pack
 from quire.kernels.cpu.rows import Activation
 from quire.kernels.torch_functions import without_replacements
 

@@ -23,7 +23,7 @@ from transformers.activations import ACT2CLS
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.layers.routers import Route, softmax_route, ungrouped_route
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.products.linear import pack
+from quire.kernels.cpu.products.packing import pack
 from quire.kernels.cpu.rows import Activation, Norm
 
 _UNDIVIDED = 1 << 14

@@ -14,7 +14,8 @@ from quire.engine.model.layers.parallel_layers import DividedHead, RowLinear
 from quire.engine.model.layers.row_layers import RowNorm
 from quire.engine.model.program.recipe import AttentionRecipe, LatentRecipe, LayerRecipe, MlpRecipe
 from quire.engine.model.program.state_recipe import StateRecipe
-from quire.kernels.cpu.products.linear import UNIT, unit_kernel
+from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.unit_product import unit_kernel
 
 
 def columns(layer: AttentionRecipe, num_heads: int, heads: KvHeads) -> tuple[int, int, int]:

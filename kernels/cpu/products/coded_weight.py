@@ -10,7 +10,7 @@ from numba import from_dtype
 
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
 from quire.kernels.cpu.products.coded_product import CODINGS, UINT4, ZERO_MASK, place_in_word
-from quire.kernels.cpu.products.linear import EncodedWeight, num_padded_panels
+from quire.kernels.cpu.products.packed_weight import EncodedWeight, num_padded_panels
 
 _BYTES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 """The torch dtype of codes of 8 bits, by the field of their NumPy type."""

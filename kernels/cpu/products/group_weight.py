@@ -11,7 +11,7 @@ from numba import from_dtype, types
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
 from quire.kernels.cpu.products.group_product import GROUP_CODINGS, OPERAND_BYTES, SCALE_FACTOR
 from quire.kernels.cpu.products.integer_weight import quantize_rows
-from quire.kernels.cpu.products.linear import EncodedWeight, num_padded_panels
+from quire.kernels.cpu.products.packed_weight import EncodedWeight, num_padded_panels
 
 _PLACES = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
 """Places of the upper bits of 4 codes of 6 bits in a byte."""

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 
 from quire.kernels.cpu.kernel_cache import stored_njit
-from quire.kernels.cpu.products.linear import ROWS, UNIT, Int64s, PackedWeight, multiply_chunks
+from quire.kernels.cpu.products.linear import multiply_chunks
+from quire.kernels.cpu.products.packed_weight import UNIT, PackedWeight
+from quire.kernels.cpu.products.unit_product import ROWS
+from quire.kernels.cpu.weighted_sums import Int64s
 from quire.kernels.torch_functions import without_replacements
 
 

@@ -37,14 +37,14 @@ from quire.kernels.cpu.products.integer_product import (
     PANEL_TRAILER,
     ROW_HEADER,
 )
-from quire.kernels.cpu.products.linear import (
+from quire.kernels.cpu.products.packed_weight import (
     UNIT,
     Allocate,
     EncodedWeight,
-    have_same_sums,
     in_own_memory,
     num_padded_panels,
 )
+from quire.kernels.cpu.products.packing import have_same_sums
 from quire.kernels.cpu.products.rounding import read_group, write_words
 
 

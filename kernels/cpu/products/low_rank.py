@@ -14,7 +14,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import add_product, exact, keep_apart, pointer
-from quire.kernels.cpu.products.linear import UNIT
+from quire.kernels.cpu.products.packed_weight import UNIT
 from quire.kernels.cpu.rows import narrow
 
 LANES = 8

@@ -15,7 +15,8 @@ from quire.kernels.cpu.intrinsics import (
     keep_apart,
     pointer,
 )
-from quire.kernels.cpu.products.linear import ROWS, UNIT, place_of
+from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.unit_product import ROWS, place_of
 from quire.kernels.cpu.rows import Activation, activate, narrow
 from quire.kernels.cpu.step.linear_layers import compute_unit
 from quire.kernels.cpu.step.team import share, wait

@@ -11,7 +11,6 @@ from quire.kernels.cpu.intrinsics import call, exact, fetch_and_increment, item_
 from quire.kernels.cpu.products.bfloat16_product import encode_pairs
 from quire.kernels.cpu.products.group_product import encode_groups
 from quire.kernels.cpu.products.integer_product import encode_integers
-from quire.kernels.cpu.products.linear import ROWS, UNIT, UnitCall, place_of
 from quire.kernels.cpu.products.low_rank import add_updates, project
 from quire.kernels.cpu.products.packed_product import (
     BY_GROUP,
@@ -21,6 +20,8 @@ from quire.kernels.cpu.products.packed_product import (
     input_form,
     row_bytes,
 )
+from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.unit_product import ROWS, UnitCall, place_of
 from quire.kernels.cpu.rows import narrow
 from quire.kernels.cpu.step.team import share, wait
 

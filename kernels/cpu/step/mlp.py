@@ -8,8 +8,9 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import exact, fetch_and_increment, keep_apart, pointer
-from quire.kernels.cpu.products.linear import ROWS, UNIT, place_of
 from quire.kernels.cpu.products.low_rank import LINEARS, add_updates
+from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.unit_product import ROWS, place_of
 from quire.kernels.cpu.rows import activate, narrow
 from quire.kernels.cpu.step.added_layers import compute_added
 from quire.kernels.cpu.step.linear_layers import compute_unit, operands, project_rows
