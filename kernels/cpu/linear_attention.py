@@ -40,7 +40,6 @@ from quire.kernels.cpu.intrinsics import (
     keep_apart,
     pointer,
     splat,
-    sum_powers,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.recurrence import (
@@ -55,6 +54,7 @@ from quire.kernels.cpu.recurrence import (
     run,
     softplus,
 )
+from quire.kernels.cpu.vector_loops import sum_powers
 from quire.kernels.metadata import AttentionMetadata
 
 

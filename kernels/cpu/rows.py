@@ -26,10 +26,10 @@ from quire.kernels.cpu.intrinsics import (
     keep_apart,
     multiply_add,
     pointer,
-    sum_powers,
     widen,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.vector_loops import sum_powers
 from quire.kernels.torch_functions import without_replacements
 
 Array = np.ndarray[Any, np.dtype[Any]]

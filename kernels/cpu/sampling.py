@@ -34,10 +34,9 @@ from quire.kernels.cpu.intrinsics import (
     float_from_bits,
     keep_apart,
     pointer,
-    sum_powers,
-    sum_range,
 )
 from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.vector_loops import sum_powers, sum_range
 
 UNUSABLE = -1
 """Replaces the token of a row whose logits are not finite."""

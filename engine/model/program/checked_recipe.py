@@ -16,7 +16,7 @@ from quire.engine.model.program.compiled_step import CompiledStep
 from quire.engine.model.program.layer_records import columns
 from quire.engine.model.program.recipe import AttentionRecipe, NoRecipeError, StepRecipe
 from quire.engine.model.program.recipe_reader import read_recipe
-from quire.kernels.cpu.products.packed_product import form_of_inputs
+from quire.kernels.cpu.products.stored_types import form_of_inputs
 
 logger = logging.getLogger(__name__)
 

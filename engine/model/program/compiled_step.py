@@ -25,8 +25,8 @@ from quire.kernels.cpu import threads
 from quire.kernels.cpu.exchange import EXCHANGE
 from quire.kernels.cpu.intrinsics import STORAGE
 from quire.kernels.cpu.products.low_rank import SLOTS
-from quire.kernels.cpu.products.packed_product import first_of_form
 from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.stored_types import first_of_form
 from quire.kernels.cpu.step.program import program
 from quire.kernels.cpu.step.records import COUNTERS_PER_LAYER, FIRST_STATE_COUNTER, LAYER, STEP
 

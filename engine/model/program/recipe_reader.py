@@ -31,8 +31,8 @@ from quire.engine.model.program.recipe import (
 )
 from quire.engine.model.program.state_recipe import StateRecipe, read_states
 from quire.kernels.cpu import rows
-from quire.kernels.cpu.products.packed_product import FLOATS, form_of_inputs
 from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.stored_types import FLOATS, form_of_inputs
 from quire.kernels.cpu.rows import Activation
 
 Module = TypeVar("Module", bound=torch.nn.Module)

@@ -11,8 +11,8 @@ import torch
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.layers.row_layers import KernelActivation
 from quire.engine.model.layers.state_layers import StateParts
-from quire.kernels.cpu.products.packed_product import FLOATS, form_of_inputs
 from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.stored_types import FLOATS, form_of_inputs
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import ir
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import types
 from numba.core import cgutils
 
 from quire.kernels.cpu.intrinsics import (
@@ -32,26 +31,20 @@ from quire.kernels.cpu.intrinsics import (
     fused,
     instruction,
     is_zen,
-    pointer,
     splat,
-    widen,
-    widened,
     widened_vector,
 )
 from quire.kernels.cpu.products.amx_product import TILE_BYTES, TILE_INPUTS, TILE_SIDE
-from quire.kernels.cpu.products.bfloat16_product import LANES, PAIRS, emit_pair_products
+from quire.kernels.cpu.products.bfloat16_product import LANES, emit_pair_products
 from quire.kernels.cpu.products.coded_product import (
     CODINGS,
     Coding,
     emit_groups,
     float_lanes,
-    is_coded,
     place_in_word,
-    read_code,
 )
 from quire.kernels.cpu.products.group_product import (
     GROUP_CODINGS,
-    NIBBLES,
     OPERAND_BYTES,
     SCALE_WORD,
     SUM_WORD,
@@ -61,21 +54,26 @@ from quire.kernels.cpu.products.group_product import (
     emit_nibbles,
     emit_start,
     emit_upper_bits,
-    is_in_groups,
-    read_in_groups,
 )
 from quire.kernels.cpu.products.integer_product import (
     INPUT_BYTES,
     INPUTS,
     INTEGER_INSTRUCTION,
     INTEGER_LANES,
-    INTEGERS,
-    PANEL_TRAILER,
-    ROW_HEADER,
     emit_integer_products,
 )
+from quire.kernels.cpu.products.stored_types import (
+    BITS,
+    CHAIN_TYPE,
+    HALVES,
+    INTEGER_TILE_TYPE,
+    INTEGER_TYPE,
+    PAIR_TYPE,
+    SCALE_BYTES,
+    TILE_TYPE,
+    group_bytes,
+)
 
-_SCALE_BYTES = 2
 FEW_ROWS = 2
 """For up to this many rows, the sums of one panel would leave most registers unused."""
 MOST_TILE_ROWS = 6
@@ -93,30 +91,6 @@ The larger caches keep what the rest of a step needs. On other processors, only 
 are prefetched, into all caches: words of integers are faster without.
 """
 
-_BITS = {types.int8: 8, types.uint8: 4}
-"""Bits of a quantized weight, by the Numba type of a value of ``quantized_weight.QUANTIZED``."""
-_HALVES = (types.uint16, types.int16)
-"""The Numba types of numbers of 16 bits."""
-_PAIRS = types.uint32
-"""The Numba type of ``bfloat16_product.PAIRS``."""
-_INTEGERS = types.int32
-"""The Numba type of ``integer_product.INTEGERS``."""
-_CHAINS, _TILES, _INTEGER_TILES = types.uint64, types.int64, types.complex64
-"""The Numba types of ``amx_product.CHAINS``, ``TILES`` and ``INTEGER_TILES``."""
-FLOATS, PAIRED, BY_ROW, BY_GROUP = range(4)
-"""Forms of a row of inputs: float32, pairs of bfloat16, and integers with a scale for all or for a group."""
-_FORMS = {
-    _PAIRS: PAIRED,
-    _TILES: PAIRED,
-    _INTEGERS: BY_ROW,
-    _INTEGER_TILES: BY_ROW,
-    **dict.fromkeys(GROUP_CODINGS, BY_GROUP),
-}
-"""Form of the inputs that are multiplied with weights of a type, unless it is ``FLOATS``."""
-_GROUP_BYTES = (4 * GROUP, 2 * GROUP, INPUT_BYTES * GROUP, OPERAND_BYTES)
-"""Bytes of ``GROUP`` inputs, by their form."""
-_WEIGHT_BYTES = {_PAIRS: 2, _CHAINS: 2, _TILES: 2, _INTEGERS: 1, _INTEGER_TILES: 1}
-"""Bytes of a weight whose Numba type stands for another type."""
 _FLOAT_LANES = 16 if TILE_COLUMNS == 64 else 8
 """Floats of a register."""
 _MOST_SUMS = 24 if TILE_COLUMNS == 64 else 12
@@ -131,49 +105,6 @@ _FLOAT = ir.FloatType()
 _Sums = dict[tuple[int, int], Any]
 
 
-def group_bytes(bits: int) -> int:
-    """Return the bytes of a group of one panel, with its scales."""
-    return TILE_COLUMNS * (GROUP * bits // 8 + _SCALE_BYTES)
-
-
-@instruction
-def quantized_bits(typingctx: Any, stored: Any) -> Any:
-    """Return the bits of each integer of quantized weights; 0 if the weights are not quantized."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(_INT64, _BITS.get(stored.dtype, 0))
-
-    return types.int64(stored), codegen
-
-
-@instruction
-def bytes_per_input(typingctx: Any, stored: Any) -> Any:
-    """Return a panel's bytes per input. If it has groups or tiles, multiply this only by whole ones."""
-    if stored.dtype in _BITS:
-        num_bytes = group_bytes(_BITS[stored.dtype]) // GROUP
-    elif (coding := CODINGS.get(stored.dtype) or GROUP_CODINGS.get(stored.dtype)) is not None:
-        num_bytes = coding.group_bytes // GROUP
-    elif stored.dtype in _WEIGHT_BYTES:
-        num_bytes = TILE_COLUMNS * _WEIGHT_BYTES[stored.dtype]
-    else:
-        num_bytes = TILE_COLUMNS * stored.dtype.bitwidth // 8
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(_INT64, num_bytes)
-
-    return types.int64(stored), codegen
-
-
-@instruction
-def are_halves(typingctx: Any, stored: Any) -> Any:
-    """Return whether weights are single numbers of 16 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in _HALVES)
-
-    return types.boolean(stored), codegen
-
-
 @instruction
 def widen_panel(typingctx: Any, panel: Any, depth: Any, target: Any, stored: Any) -> Any:
     """Write the first weights of a panel, if ``are_halves``, as float32 ``[depth, TILE_COLUMNS]``.
@@ -184,7 +115,7 @@ def widen_panel(typingctx: Any, panel: Any, depth: Any, target: Any, stored: Any
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if stored.dtype in _HALVES:
+        if stored.dtype in HALVES:
             halves, floats = (
                 builder.inttoptr(address, ir.VectorType(kind, TILE_COLUMNS).as_pointer())
                 for address, kind in ((arguments[0], _INT16), (arguments[2], _FLOAT))
@@ -200,53 +131,6 @@ def widen_panel(typingctx: Any, panel: Any, depth: Any, target: Any, stored: Any
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 3, stored), codegen
-
-
-def form_of_inputs(stored: Any) -> int:
-    """Return the form in which products with weights of a NumPy type read their inputs."""
-    return _FORMS.get(from_dtype(np.dtype(stored)), FLOATS)
-
-
-def first_of_form(stored: Any) -> Any:
-    """Return the NumPy type that stands for all weights whose inputs have the same form."""
-    return (np.float32, PAIRS, INTEGERS, NIBBLES)[form_of_inputs(stored)]
-
-
-@instruction
-def input_form(typingctx: Any, stored: Any) -> Any:
-    """Return ``form_of_inputs``, in a kernel."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(_INT64, _FORMS.get(stored.dtype, FLOATS))
-
-    return types.int64(stored), codegen
-
-
-@exact
-def operand_bytes(num_inputs: int, stored: Any) -> int:
-    """Return the bytes of some inputs, which are whole groups if these have scales, in their form."""
-    num_bytes: int = num_inputs * _GROUP_BYTES[input_form(stored)] // GROUP
-    return num_bytes
-
-
-@exact
-def row_bytes(length: int, stored: Any) -> int:
-    """Return the bytes of a row of inputs in the form in which products with these weights read it."""
-    num_bytes: int = operand_bytes(length, stored) + row_header(stored)
-    return num_bytes
-
-
-@exact
-def row_header(stored: Any) -> int:
-    """Return the bytes before the first input of a row."""
-    return ROW_HEADER if input_form(stored) == BY_ROW else 0
-
-
-@exact
-def panel_bytes(in_features: int, stored: Any) -> int:
-    """Return the bytes of a panel."""
-    num_bytes: int = in_features * bytes_per_input(stored)
-    return num_bytes + PANEL_TRAILER if input_form(stored) == BY_ROW else num_bytes
 
 
 class _Tile(NamedTuple):
@@ -353,20 +237,20 @@ def add_rows_product(
         tile = _make_tile(builder, arguments, num_rows, num_panels)
         if stored.dtype in GROUP_CODINGS:
             _add_codes(tile, arguments[3], GROUP_CODINGS[stored.dtype])
-        elif stored.dtype in _BITS:
-            _add_groups(tile, arguments[3], _BITS[stored.dtype])
-        elif stored.dtype == _PAIRS:
+        elif stored.dtype in BITS:
+            _add_groups(tile, arguments[3], BITS[stored.dtype])
+        elif stored.dtype == PAIR_TYPE:
             _add_words(tile, arguments[3], (2, 1), (_FLOAT, LANES), emit_pair_products)
-        elif stored.dtype == _CHAINS:
+        elif stored.dtype == CHAIN_TYPE:
             _add_chains(tile, arguments[3])
-        elif stored.dtype == _INTEGERS or (stored.dtype == _INTEGER_TILES and num_rows <= FEW_ROWS):
+        elif stored.dtype == INTEGER_TYPE or (stored.dtype == INTEGER_TILE_TYPE and num_rows <= FEW_ROWS):
             emit = partial(emit_integer_products, instruction=INTEGER_INSTRUCTION)
             _add_words(tile, arguments[3], (INPUTS, INPUT_BYTES), (_INT32, INTEGER_LANES), emit)
         elif stored.dtype in CODINGS and num_rows <= FEW_ROWS:
             _add_coded(tile, arguments[3], CODINGS[stored.dtype])
         elif stored.dtype in CODINGS:
             _add_plain(tile, arguments[3], arguments[4], _FLOAT, types.float32)
-        elif stored.dtype not in (_TILES, _INTEGER_TILES):  # ``add_tile_products`` multiplies tiles
+        elif stored.dtype not in (TILE_TYPE, INTEGER_TILE_TYPE):  # ``add_tile_products`` multiplies tiles
             element = context.get_value_type(stored.dtype)
             _add_plain(tile, arguments[3], arguments[4], element, stored.dtype)
         return context.get_dummy_value()
@@ -428,7 +312,7 @@ def _add_plain(tile: _Tile, depth: Any, fetch: Any, element: Any, stored: Any) -
                 emit_prefetch(builder, builder.add(fetch_first, builder.mul(k, fetch_step)))
             else:
                 tile.prefetch(offset, (AHEAD * input_bytes,))
-        elif _BYTES_AHEAD and (_IS_ZEN or stored in _HALVES):
+        elif _BYTES_AHEAD and (_IS_ZEN or stored in HALVES):
             tile.prefetch(offset, range(_BYTES_AHEAD, _BYTES_AHEAD + input_bytes, CACHE_LINE))
         weights = [
             widened_vector(builder, stored, tile.stored(panel, offset, element))
@@ -680,7 +564,7 @@ def _add_groups(tile: _Tile, depth: Any, bits: int) -> None:
     def add(group: Any, start: Any) -> None:
         first = builder.mul(group, ir.Constant(_INT64, GROUP))
         sums = _sum_group(tile, start, first, dict.fromkeys(tile.totals, zero), bits)
-        scales_at = builder.add(start, ir.Constant(_INT64, num_bytes - _SCALE_BYTES * TILE_COLUMNS))
+        scales_at = builder.add(start, ir.Constant(_INT64, num_bytes - SCALE_BYTES * TILE_COLUMNS))
         for panel in range(len(tile.rights)):
             stored = tile.stored(panel, scales_at, _INT16)
             scales = widened_vector(builder, types.uint16, stored)
@@ -721,74 +605,3 @@ def _upper_bits(builder: Any, words: Any, place: int, bits: int) -> Any:
     if place:
         words = builder.and_(words, ir.Constant(wide, [-1 << 32 - bits] * wide.count))
     return builder.sitofp(words, ir.VectorType(_FLOAT, wide.count))
-
-
-@instruction
-def _read_plain(typingctx: Any, panel: Any, position: Any, stored: Any) -> Any:
-    """Return the weight at a position of a panel that is not quantized, as float32."""
-    element = {1: types.int8, 2: types.uint16}.get(_WEIGHT_BYTES.get(stored.dtype, 0), stored.dtype)
-    if any(stored.dtype in each for each in (_BITS, CODINGS, GROUP_CODINGS)):
-        element = types.int8  # never read, but compiled
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weights = builder.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
-        return widened(builder, element, builder.load(builder.gep(weights, [arguments[1]])))
-
-    return types.float32(types.int64, types.int64, stored), codegen
-
-
-@instruction
-def _are_tiles(typingctx: Any, stored: Any) -> Any:
-    """Return whether weights are in tiles of bfloat16."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in (_CHAINS, _TILES))
-
-    return types.boolean(stored), codegen
-
-
-@exact
-def _place_in_pairs(index: int, column: int, stored: Any) -> int:
-    """Return the position of a bfloat16 weight in its panel; the earlier input of a pair is the second."""
-    pair = index // 2 * TILE_COLUMNS + column
-    if _are_tiles(stored):
-        block, tile = index // TILE_INPUTS, column // TILE_SIDE
-        first = (block * (TILE_COLUMNS // TILE_SIDE) + tile) * (TILE_BYTES // 4)
-        pair = first + index % TILE_INPUTS // 2 * TILE_SIDE + column % TILE_SIDE
-    place: int = 2 * pair + 1 - index % 2
-    return place
-
-
-@exact
-def read_weight(panel: int, index: int, column: int, in_features: int, stored: Any) -> np.float32:
-    """Return the weight of one input and one column of the panel at an address, as float32."""
-    if is_coded(stored):
-        group = panel + index // GROUP * GROUP * bytes_per_input(stored)
-        coded: np.float32 = read_code(group, index % GROUP, column, stored)
-        return coded
-    if is_in_groups(stored):
-        group = panel + index // GROUP * GROUP * bytes_per_input(stored)
-        in_group: np.float32 = read_in_groups(group, index % GROUP, column, stored)
-        return in_group
-    bits = quantized_bits(stored)
-    if bits == 0:
-        position = index * TILE_COLUMNS + column
-        if input_form(stored) == PAIRED or _are_tiles(stored):
-            position = _place_in_pairs(index, column, stored)
-        if input_form(stored) == BY_ROW:
-            position = (index // INPUTS * TILE_COLUMNS + column) * INPUTS + index % INPUTS
-        weight: np.float32 = _read_plain(panel, position, stored)
-        if input_form(stored) == BY_ROW:
-            ends = carray(pointer(panel + in_features * bytes_per_input(stored), np.float32), (TILE_COLUMNS,))
-            weight *= ends[column]
-        return weight
-    per_word = 32 // bits
-    start = panel + index // GROUP * GROUP * bytes_per_input(stored)
-    words = carray(pointer(start, np.int32), (GROUP // per_word, TILE_COLUMNS))
-    word = np.int64(words[index % GROUP // per_word, column])
-    place = place_in_word(index % per_word, bits)
-    integer = word >> bits * place << 64 - bits >> 64 - bits
-    scales_at = start + 4 * (GROUP // per_word) * TILE_COLUMNS
-    scale = widen(carray(pointer(scales_at, np.uint16), (TILE_COLUMNS,))[column])
-    dequantized: np.float32 = np.float32(integer) * (scale * np.float32(1 << 32 - bits))
-    return dequantized

@@ -28,9 +28,9 @@ from quire.kernels.cpu.intrinsics import (
 from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.group_product import NIBBLES, SCALE_FACTOR
 from quire.kernels.cpu.products.group_weight import GroupWeight
-from quire.kernels.cpu.products.packed_product import group_bytes
 from quire.kernels.cpu.products.packed_weight import Allocate, EncodedWeight, in_own_memory, num_padded_panels
 from quire.kernels.cpu.products.rounding import find_scales, read_group, write_words
+from quire.kernels.cpu.products.stored_types import group_bytes
 
 QUANTIZED: dict[str, Any] = {"int8": np.int8, "int4": np.uint8, "w4a8": NIBBLES}
 """NumPy type that stands for weights of a dtype in Numba."""

@@ -42,12 +42,16 @@ from quire.kernels.cpu.products.group_product import is_in_groups
 from quire.kernels.cpu.products.integer_product import scale_sums
 from quire.kernels.cpu.products.packed_product import (
     AHEAD,
-    BY_ROW,
     FEW_ROWS,
     MOST_TILE_ROWS,
-    PAIRED,
     add_rows_product,
     add_tile,
+    widen_panel,
+)
+from quire.kernels.cpu.products.packed_weight import UNIT, UNIT_PANELS
+from quire.kernels.cpu.products.stored_types import (
+    BY_ROW,
+    PAIRED,
     are_halves,
     bytes_per_input,
     input_form,
@@ -55,9 +59,7 @@ from quire.kernels.cpu.products.packed_product import (
     panel_bytes,
     quantized_bits,
     row_header,
-    widen_panel,
 )
-from quire.kernels.cpu.products.packed_weight import UNIT, UNIT_PANELS
 
 ROWS = 96
 """Most rows that a thread computes at a time, so that they fit into its cache."""

@@ -10,8 +10,8 @@ from numba import carray  # type: ignore[attr-defined]
 from quire.kernels.cpu.exchange import EXCHANGE, add_slots, come, meet, piece_size, slot
 from quire.kernels.cpu.intrinsics import call, exact, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.products.low_rank import add_updates
-from quire.kernels.cpu.products.packed_product import FLOATS, input_form
 from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.stored_types import FLOATS, input_form
 from quire.kernels.cpu.products.unit_product import ROWS, UnitCall, place_of
 from quire.kernels.cpu.rows import narrow
 from quire.kernels.cpu.step.linear_layers import compute_linears, encode_rows, operands, project_rows

@@ -12,15 +12,8 @@ from quire.kernels.cpu.products.bfloat16_product import encode_pairs
 from quire.kernels.cpu.products.group_product import encode_groups
 from quire.kernels.cpu.products.integer_product import encode_integers
 from quire.kernels.cpu.products.low_rank import add_updates, project
-from quire.kernels.cpu.products.packed_product import (
-    BY_GROUP,
-    BY_ROW,
-    FLOATS,
-    PAIRED,
-    input_form,
-    row_bytes,
-)
 from quire.kernels.cpu.products.packed_weight import UNIT
+from quire.kernels.cpu.products.stored_types import BY_GROUP, BY_ROW, FLOATS, PAIRED, input_form, row_bytes
 from quire.kernels.cpu.products.unit_product import ROWS, UnitCall, place_of
 from quire.kernels.cpu.rows import narrow
 from quire.kernels.cpu.step.team import share, wait

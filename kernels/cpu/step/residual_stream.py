@@ -8,7 +8,8 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import TILE_COLUMNS, exact, item_bytes, keep_apart, pointer, widen
-from quire.kernels.cpu.products.packed_product import panel_bytes, read_weight
+from quire.kernels.cpu.products.read_weight import read_weight
+from quire.kernels.cpu.products.stored_types import panel_bytes
 from quire.kernels.cpu.rows import narrow
 from quire.kernels.cpu.step.linear_layers import encode_rows
 from quire.kernels.cpu.step.team import share
