@@ -61,12 +61,16 @@ def check_parts(encoded: bytes, descriptor: Descriptor) -> None:
 
 
 def _varint(encoded: bytes, at: int) -> tuple[int, int]:
-    """Return the variable-length integer at ``at``, and the position after it."""
-    value = shift = 0
-    while True:
+    """Return the variable-length integer at ``at``, and the position after it.
+
+    Raises:
+        IndexError: it does not end within ten bytes or within the message.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
         byte = encoded[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-        shift += 7
+    raise IndexError("a number has more than ten bytes")

@@ -68,6 +68,12 @@ def test_the_limit_is_exact(generations: list[pb.Generation]) -> None:
             assert caught.value.metadata["limit"] == str(number - 1)
 
 
+@pytest.mark.parametrize("field", [b"", b"\x08"])
+def test_a_number_without_an_end_takes_no_time(field: bytes) -> None:
+    # Reading it to the end would take hours.
+    check_parts(field + b"\xff" * (16 << 20), DESCRIPTOR)
+
+
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_a_truncated_message_is_refused_by_the_parser(cut: int) -> None:
     request: Any = pb.GenerateRequest(generation=pb.Generation(text="hello world"))
