@@ -201,7 +201,11 @@ def _metrics(registry: CollectorRegistry) -> Callable[[web.Request], Awaitable[w
     turn = asyncio.Lock()
 
     async def metrics(request: web.Request) -> web.Response:
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        except (TypeError, ValueError):
+            # The client accepts a version that is not a number.
+            encode, content_type = choose_encoder("")
         async with turn:
             # Writing the metrics takes milliseconds, so each pass of the event loop does it once at most.
             await asyncio.sleep(0)

@@ -136,7 +136,7 @@ class ApiKeys:
     def authenticate(self, headers: Headers) -> Tenant:
         """Return the tenant of the key in the headers; see ``Authenticator``."""
         # The time of the look-up can reveal bits of the hash, but never of the key.
-        digest = hashlib.sha256(_key(headers).encode()).digest()
+        digest = hashlib.sha256(_key(headers).encode(errors="surrogateescape")).digest()
         tenant = self._tenants.get(digest)
         if tenant is None:
             raise Unauthenticated("the API key is not known here", reason="UNKNOWN_API_KEY")

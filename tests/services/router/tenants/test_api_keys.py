@@ -64,6 +64,7 @@ def test_without_a_file_no_key_is_needed() -> None:
         ([("authorization", "Bearer quire-wrong")], "UNKNOWN_API_KEY"),
         ([("authorization", b"\xff\x00")], "MALFORMED_AUTHORIZATION"),
         ([("x-api-key", "quire-wrong")], "UNKNOWN_API_KEY"),
+        ([("x-api-key", "wrong\udcff")], "UNKNOWN_API_KEY"),
         ([("x-api-key", "")], "MALFORMED_AUTHORIZATION"),
         ([("x-api-key", "a"), ("x-api-key", "a")], "MALFORMED_AUTHORIZATION"),
         ([("authorization", "Basic abc"), ("x-api-key", "a")], "MALFORMED_AUTHORIZATION"),
