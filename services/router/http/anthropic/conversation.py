@@ -78,7 +78,7 @@ def _assistant(blocks: Sequence[Block]) -> Iterator[pb.ChatMessage]:
         ]
     if any(isinstance(block, ToolResultBlock) for block in blocks):
         raise InvalidArgument("messages", "a tool_result belongs into a user's message")
-    content = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    content = "\n\n".join(block.text for block in blocks if isinstance(block, TextBlock))
     yield pb.ChatMessage(role="assistant", content=content, more=json.dumps(more) if more else "")
 
 

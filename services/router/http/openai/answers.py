@@ -46,7 +46,7 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
         self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
     ) -> AsyncGenerator[E, None]:
         """Yield the events of each message, and at the end the token counts if the client asked for them."""
-        body, count = self.body, UsageCount()
+        body, count = self.body, UsageCount(is_read_only=self.is_read_only)
         async with aclosing(messages):
             async for response in messages:
                 count.add(response)
@@ -61,18 +61,18 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
                     yield event
         if body.includes_usage:
             last = self._event([])
-            last.usage = count.final(is_read_only=self.is_read_only)
+            last.usage = count.final()
             yield last
 
     def whole(self, messages: Sequence[pb.GenerateStreamResponse]) -> BaseModel:
         """Return the complete answer; this is slow if there are many logprobs."""
-        count = UsageCount()
+        count = UsageCount(is_read_only=self.is_read_only)
         by_prompt: dict[int, list[pb.GenerateStreamResponse]] = {}
         for response in messages:
             count.add(response)
             by_prompt.setdefault(response.index // (self.body.n or 1), []).append(response)
         answers = [collected(by_prompt[at]) for at in sorted(by_prompt)]
-        return self._whole(answers, count.final(is_read_only=self.is_read_only))
+        return self._whole(answers, count.final())
 
     def options(
         self,

@@ -15,9 +15,14 @@ _SUMS = ("completion_tokens", "reasoning_tokens", "cached_prompt_tokens", *_WORK
 
 
 class UsageCount:
-    """Adds up the token counts in the messages of several streams."""
+    """Adds up the token counts in the messages of several streams.
 
-    def __init__(self) -> None:
+    Args:
+        is_read_only: the request wants only its prompt, so no completion tokens are counted.
+    """
+
+    def __init__(self, *, is_read_only: bool = False) -> None:
+        self._is_read_only = is_read_only
         self._prompt_tokens = 0
         self._seen_tokens = 0
         self._final = pb.Usage()
@@ -35,16 +40,11 @@ class UsageCount:
 
     def so_far(self) -> Usage:
         """Return the counts in the middle of a stream; the number of cached tokens is not known yet."""
-        return _usage(self._prompt_tokens, self._seen_tokens)
+        return self._usage(self._seen_tokens)
 
-    def final(self, *, is_read_only: bool = False) -> Usage:
-        """Return the counts at the end.
-
-        Args:
-            is_read_only: the request wants only its prompt's logprobs, so no completion tokens are counted.
-        """
-        completion_tokens = 0 if is_read_only else self._final.completion_tokens
-        usage = _usage(self._prompt_tokens, completion_tokens)
+    def final(self) -> Usage:
+        """Return the counts at the end."""
+        usage = self._usage(self._final.completion_tokens)
         usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._final.cached_prompt_tokens)
         reasoning_tokens = self._final.reasoning_tokens
         usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
@@ -52,10 +52,11 @@ class UsageCount:
         usage.work = Work(workers=list(self._final.workers), **counts)
         return usage
 
-
-def _usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-    )
+    def _usage(self, completion_tokens: int) -> Usage:
+        if self._is_read_only:
+            completion_tokens = 0
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self._prompt_tokens + completion_tokens,
+        )

@@ -84,6 +84,11 @@ def test_a_tool_turn_becomes_messages_that_templates_know() -> None:
     assert described == {"type": "function", "function": function}
 
 
+def test_the_texts_of_an_assistants_message_stay_apart() -> None:
+    parts = [{"role": "assistant", "content": [text("a"), text("b")]}, {"role": "assistant", "content": "c"}]
+    assert rendered(request(user("?"), *parts, user("!")))[1] == ("assistant", "a\n\nb\n\nc", {})
+
+
 def test_a_late_system_message_stays_in_its_place() -> None:
     body = request(user("a"), {"role": "system", "content": "b"}, user("c"), system="s")
     roles = [role for role, _, _ in rendered(body)]

@@ -37,7 +37,7 @@ def test_the_counts_of_all_prompts_add_up(prompts: list[tuple[int, int, list[int
 
 
 def test_the_token_of_a_request_that_only_reads_is_not_counted() -> None:
-    count = UsageCount()
+    count = UsageCount(is_read_only=True)
     count.add(pb.GenerateStreamResponse(prompt_tokens=7, token_ids=[5], usage=pb.Usage(completion_tokens=1)))
-    final = count.final(is_read_only=True)
-    assert (final.prompt_tokens, final.completion_tokens, final.total_tokens) == (7, 0, 7)
+    for counts in (count.so_far(), count.final()):
+        assert (counts.prompt_tokens, counts.completion_tokens, counts.total_tokens) == (7, 0, 7)
