@@ -21,8 +21,9 @@ MAX_DETOKENIZED = MAX_TOKENIZED = 1 << 20
 INLINE_CHAT_BYTES = 4 << 10
 """Chats up to this size are rendered on the event loop (below 1 ms); larger ones in a thread."""
 MAX_CHAT_JSON_BYTES = 256 << 10
-"""Maximum size of each JSON text in a chat: the tools, the template's further variables, and a message's
-further members."""
+"""Maximum size of the JSON text of the tools, and of the template's further variables."""
+MAX_MESSAGE_JSON_BYTES = 2 << 20
+"""Maximum size of the JSON text of a message's further members: its reasoning and its tool calls."""
 ROLES = ("system", "user", "assistant", "tool")
 
 T = TypeVar("T", dict[str, Any], list[Any])
@@ -156,7 +157,7 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
     check_size("".join(message.content for message in chat.messages), f"{field}.messages")
     messages = [
         {
-            **read_json(message.more, dict, f"{field}.messages[{at}].more"),
+            **read_json(message.more, dict, f"{field}.messages[{at}].more", MAX_MESSAGE_JSON_BYTES),
             "role": message.role,
             "content": message.content,
         }
@@ -174,13 +175,13 @@ def _render(chat: pb.Chat, model: ServedModel, field: str) -> str:
         raise InvalidArgument(f"{field}.messages", shortened(str(error))) from error
 
 
-def read_json(text: str, kind: type[T], field: str) -> T:
+def read_json(text: str, kind: type[T], field: str, most_bytes: int = MAX_CHAT_JSON_BYTES) -> T:
     """Return the JSON value of a text; an empty text gives an empty object or list.
 
     Raises:
         InvalidArgument: the text is too long, or no JSON of that kind.
     """
-    check_at_most(MAX_CHAT_JSON_BYTES, len(text.encode()), field, "bytes")
+    check_at_most(most_bytes, len(text.encode()), field, "bytes")
     try:
         value = json.loads(text) if text else kind()
     except (ValueError, RecursionError) as error:

@@ -60,6 +60,11 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
         (chat(("robot", "x")), "chat.messages[0].role", "got 'robot'"),
         (chat_with(pb.ChatMessage(role="user", more="{")), "chat.messages[0].more", "must be JSON"),
         (chat_with(pb.ChatMessage(role="user", more="[]")), "chat.messages[0].more", "must be a JSON object"),
+        (
+            chat_with(pb.ChatMessage(role="user", more=" " * (2 << 20) + "{}")),
+            "chat.messages[0].more",
+            "at most 2097152",
+        ),
         (chat_with(tools="{}"), "chat.tools", "must be a JSON array"),
         (chat_with(tools="[1]"), "chat.tools", "does not show it any tools"),
         (chat_with(template_arguments="[" * 9999), "chat.template_arguments", "must be JSON"),
