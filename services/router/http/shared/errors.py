@@ -177,7 +177,8 @@ def field_name(field: str) -> str:
         return _FIELDS[name] + bracket + index
     for group in ("sampling.", "stopping.", "response.", "chat."):
         field = field.removeprefix(group)
-    return field
+    # Clients do not know that a message's reasoning and tool calls are further members of it.
+    return field.removesuffix(".more")
 
 
 def invalid_body(error: ValidationError, body: bytes) -> InvalidArgument:
@@ -220,14 +221,17 @@ def _located(loc: _Place, value: Any, *, is_missing: bool) -> tuple[_Place, _Pla
     return tuple(path), tuple(kind)
 
 
-def _fit(kind: _Place, problems: Sequence[_Problem]) -> tuple[bool, bool, int, int]:
+def _fit(kind: _Place, problems: Sequence[_Problem]) -> tuple[bool, bool, int, list[int], int]:
     """Return a key by which kinds are ordered, the best fit first.
 
     A field without alternative kinds fits best. Next come kinds with a broken limit but no wrong type, then
-    kinds whose deepest problem is deeper, then kinds with fewer problems.
+    kinds whose deepest problem is deeper, then kinds whose first wrong item is later in its list, then kinds
+    with fewer problems.
     """
     has_wrong_type = any(each.is_of_type for each in problems)
-    return bool(kind), has_wrong_type, -max(len(each.path) for each in problems), len(problems)
+    depth = max(len(each.path) for each in problems)
+    right_items = [-part for part in problems[0].path if isinstance(part, int)]
+    return bool(kind), has_wrong_type, -depth, right_items, len(problems)
 
 
 def _describe(kind: str, message: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from quire.sampling.parameter import table
 from quire.sampling.params import ResponseOptions, SamplingParams
@@ -30,6 +31,21 @@ LogprobCount = Annotated[int, limits("logprobs", ResponseOptions)]
 Ignored = Annotated[Any, Field(description="Accepted, and without effect.")]
 
 
+def _without_later_errors(schema: Any) -> None:
+    """Let all lists of a schema report only their first wrong item.
+
+    Otherwise pydantic collects an error for each item and each kind that it may have, which takes seconds.
+    """
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for each in schema.values():
+            _without_later_errors(each)
+    elif isinstance(schema, list | tuple):
+        for each in schema:
+            _without_later_errors(each)
+
+
 def _allow_nulls(schema: dict[str, Any]) -> None:
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = {"type": "null"}
@@ -41,6 +57,12 @@ class Body(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_nulls
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _without_later_errors(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod

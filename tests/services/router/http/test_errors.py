@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from quire.rpc.errors import REQUEST_FAILED, SUSPECTED, Internal, InvalidArgument, ServiceError, Unavailable
-from quire.services.router.http.openai.requests import CompletionRequest
+from quire.services.router.http.anthropic.requests import MessagesRequest
+from quire.services.router.http.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+)
+from quire.services.router.http.openai.responses.requests import ResponseRequest
 from quire.services.router.http.shared.errors import (
     field_name,
     from_service_error,
@@ -42,6 +51,7 @@ def test_every_error_of_the_service_has_a_status(kind: type[ServiceError]) -> No
         ("token_ids.ids[3]", "prompt[3]"),
         ("chat.messages", "messages"),
         ("chat.tools", "tools"),
+        ("chat.messages[1].more", "messages[1]"),
         ("stopping.stop_strings[2]", "stop[2]"),
         ("stopping.max_tokens", "max_tokens"),
         ("sampling.logit_bias[7]", "logit_bias[7]"),
@@ -92,6 +102,35 @@ def test_a_refused_thread_is_named_as_anthropics_tool_runners_expect() -> None:
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (ResponseRequest, {"input": [1] * 9999}, "input.0"),
+        (DetokenizeRequest, {"tokens": [2, *[1.5] * 9999]}, "tokens.1"),
+        (CompletionRequest, {"prompt": [[1], *[["a"]] * 200]}, "prompt.1.0"),
+        (
+            ChatCompletionRequest,
+            {"messages": [{"role": "user", "content": [1] * 99}]},
+            "messages.0.content.0",
+        ),
+        (
+            MessagesRequest,
+            {"model": "m", "max_tokens": 1, "messages": [{"role": "x"}] * 9999},
+            "messages.0.role",
+        ),
+    ],
+)
+def test_only_the_first_wrong_item_of_a_list_is_reported(
+    kind: type[BaseModel], body: dict[str, Any], field: str
+) -> None:
+    text = json.dumps(body)
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(text)
+    # Collecting an error for each item blocked the event loop for seconds.
+    assert caught.value.error_count() < 20
+    assert invalid_body(caught.value, text.encode()).field == field
 
 
 def test_a_long_name_is_cut() -> None:

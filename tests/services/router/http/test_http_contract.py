@@ -89,7 +89,7 @@ async def test_each_prompt_of_a_request_with_the_longest_id_has_one(
 FIELDS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "/v1/completions": [
         ({"prompt": []}, "prompt", "at least 1 item"),
-        ({"prompt": [[1], "x"]}, "prompt.0", "valid string"),
+        ({"prompt": [[1], "x"]}, "prompt.1", "valid array"),
         ({"prompt": [1, -1]}, "prompt.1", "greater than or equal to 0"),
         ({"prompt": None}, "prompt", "field required"),
         ({"prompt": 5}, "prompt", "valid string; or input should be a valid"),
@@ -374,6 +374,13 @@ async def test_metrics_count_the_answers(http: ClientSession) -> None:
     assert 'quire_http_requests_total{route="/v1/completions",status="200"} 1.0' in text
     assert 'quire_http_requests_total{route="unknown",status="404"} 1.0' in text
     assert "quire_time_to_first_token_seconds_count 1.0" in text
+
+
+@pytest.mark.parametrize("accept", ["text/plain; version=x", "application/openmetrics-text; version=1.0-rc1"])
+async def test_an_unknown_version_of_metrics_gets_the_usual_one(http: ClientSession, accept: str) -> None:
+    async with http.get("/metrics", headers={"Accept": accept}) as response:
+        assert response.status == 200
+        assert response.content_type == "text/plain"
 
 
 async def test_text_becomes_tokens_and_text_again(http: ClientSession) -> None:
