@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,6 +24,8 @@ _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError),
     *(ArithmeticError, AttributeError, LookupError, RecursionError),
 )
+_SHORT_IDS = re.compile(r"id\s*\|\s*length\)?\s*!=\s*9\b")
+"""How a template of Mistral's refuses the ids of calls that have not nine letters and digits."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -30,15 +34,26 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A compiled chat template and the special tokens that it may name."""
+    """A compiled chat template and the special tokens that it may name.
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    Attributes:
+        source: the template; if there is another one for conversations with tools, both.
+        shows_tools: whether the template reads the tools of a conversation.
+
+    Args:
+        with_tools: the template of conversations with tools, if it is another one.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
         environment = _environment()
-        self.source = source
-        self.shows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
-        """Whether the template reads the tools of a conversation."""
+        with_tools = source if with_tools is None else with_tools
+        self.source = source if with_tools == source else source + with_tools
+        self.shows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         self._template = environment.from_string(source)
+        self._with_tools = environment.from_string(with_tools)
         self._special_tokens = dict(special_tokens)
+        self._has_short_ids = _SHORT_IDS.search(self.source) is not None
+        self._reads_thinking = "message.thinking" in self.source
 
     @classmethod
     def load(cls, files: ModelFiles) -> ChatTemplate | None:
@@ -51,12 +66,12 @@ class ChatTemplate:
         try:
             tokens = {name: files.config.get(name) for name in _SPECIAL_TOKENS}
             special_tokens = {name: _content(token) for name, token in tokens.items() if token}
-            source = _configured(files)
+            source, with_tools = _configured(files)
             if own_file.exists():
-                path, source = own_file, read_text(own_file)
+                path, source, with_tools = own_file, read_text(own_file), None
             if source is not None and not source.strip():
                 raise ValueError("it is empty")
-            return None if source is None else cls(source, special_tokens)
+            return None if source is None else cls(source, special_tokens, with_tools)
         except _TEMPLATE_ERRORS as error:
             raise damaged(path, f"has no usable chat template or special tokens ({error})") from error
 
@@ -78,7 +93,11 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt that asks the assistant for its next message.
 
-        ``arguments`` are further variables of the template; they cannot replace the standard ones.
+        Args:
+            messages: each with a role and a content; with OpenAI's names of tool calls and their results, and
+                with earlier reasoning as ``reasoning_content``.
+            tools: descriptions of functions.
+            arguments: further variables of the template; they cannot replace the standard ones.
 
         Raises:
             ChatTemplateError: the template refuses the conversation.
@@ -86,23 +105,46 @@ class ChatTemplate:
         try:
             variables = {
                 **(arguments or {}),
-                "messages": messages,
+                "messages": [self._adapted(message) for message in messages],
                 "add_generation_prompt": True,
                 "tools": tools or None,
                 "documents": None,
                 **self._special_tokens,
             }
-            return self._template.render(variables)
+            return (self._with_tools if tools else self._template).render(variables)
         except _TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the model's chat template refused them: {error}") from error
 
+    def _adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with the names and the ids that this template expects."""
+        if self._has_short_ids:
+            if isinstance(result_of := message.get("tool_call_id"), str):
+                message = {**message, "tool_call_id": _short_id(result_of)}
+            if calls := message.get("tool_calls"):
+                short = [{**call, "id": _short_id(call["id"])} if call.get("id") else call for call in calls]
+                message = {**message, "tool_calls": short}
+        if self._reads_thinking and (reasoning := message.get("reasoning_content")):
+            message = {**message, "thinking": reasoning}
+            if message.get("tool_calls") and (content := message.get("content")):
+                # The template of gpt-oss has only one of both beside a call.
+                message = {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}
+        return message
 
-def _configured(files: ModelFiles) -> str | None:
+
+def _configured(files: ModelFiles) -> tuple[str | None, str | None]:
+    """Return the template of ``tokenizer_config.json``, and the one that it has for tools, if any."""
     configured = files.config.get("chat_template")
     if isinstance(configured, list):
         named = {entry["name"]: entry["template"] for entry in configured}
-        configured = named.get("default")
-    return configured
+        return named.get("default"), named.get("tool_use")
+    return configured, None
+
+
+def _short_id(call_id: str) -> str:
+    """Return nine letters and digits for the id of a call: the id itself if it has this form."""
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
 
 def _content(token: str | Mapping[str, Any]) -> str:

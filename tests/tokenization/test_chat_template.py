@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire.tokenization.chat_template import ChatTemplate, ChatTemplateError
@@ -88,3 +90,48 @@ def test_a_message_of_another_shape_is_refused() -> None:
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.name.upper() }}", {})
     with pytest.raises(ChatTemplateError):
         template.render([{"tool_calls": [{"function": {}}]}])
+
+
+CALLS = (
+    "{% for message in messages %}{% for call in message.tool_calls %}"
+    "{% if call.id|length != 9 %}{{ raise_exception('length 9') }}{% endif %}{{ call.id }} {% endfor %}"
+    "{% if message.role == 'tool' %}{{ message.tool_call_id }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call_id", ["call_2c14994d278535fba8002440", "x", "ab-cd-efg", "a" * 9, "\ud800"])
+def test_mistrals_templates_get_ids_of_nine_letters_and_digits(call_id: str) -> None:
+    calls = [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "", "tool_call_id": call_id},
+    ]
+    call, result = ChatTemplate(CALLS, {}).render(messages).split(" ")
+    assert call == result
+    assert len(call) == 9
+    assert call.isalnum()
+    assert (call == call_id) == (call_id == "a" * 9)
+    assert ChatTemplate("{{ messages[1].tool_call_id }}", {}).render(messages) == call_id
+
+
+HARMONY = (
+    "{% for message in messages %}{% if message.content and message.thinking and message.tool_calls %}"
+    "{{ raise_exception('not both') }}{% endif %}<{{ message.thinking }}|{{ message.content }}>{% endfor %}"
+)
+
+
+def test_a_template_that_reads_thinking_gets_the_reasoning() -> None:
+    reasoning = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    template = ChatTemplate(HARMONY, {})
+    assert template.render([reasoning]) == "<hm|so>"
+    assert template.render([{**reasoning, "tool_calls": [{"id": "x"}]}]) == "<hm\n\nso|>"
+    assert template.render([{"role": "assistant", "content": "so"}]) == "<|so>"
+
+
+def test_a_template_for_tools_renders_only_conversations_with_tools() -> None:
+    template = ChatTemplate("plain", {}, with_tools="{{ tools | tojson }}")
+    assert template.shows_tools
+    assert template.render([]) == "plain"
+    assert template.render([], [{"a": 1}]) == '[{"a": 1}]'
+    assert "plain" in template.source
+    assert "tojson" in template.source

@@ -250,6 +250,7 @@ def test_a_template_file_wins_and_a_named_list_has_a_default(tmp_path: Path) -> 
     loaded = ChatTemplate.load(files)
     assert loaded is not None
     assert loaded.render([]) == "d"
+    assert loaded.render([], [{"a": 1}]) == "t"
     (tmp_path / "chat_template.jinja").write_text("file")
     loaded = ChatTemplate.load(files)
     assert loaded is not None

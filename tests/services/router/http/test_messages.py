@@ -85,7 +85,10 @@ def test_a_tool_turn_becomes_messages_that_templates_know() -> None:
 
 
 def test_the_texts_of_an_assistants_message_stay_apart() -> None:
-    parts = [{"role": "assistant", "content": [text("a"), text("b")]}, {"role": "assistant", "content": "c"}]
+    parts: list[dict[str, Any]] = [
+        {"role": "assistant", "content": [text("a"), text("b")]},
+        {"role": "assistant", "content": "c"},
+    ]
     assert rendered(request(user("?"), *parts, user("!")))[1] == ("assistant", "a\n\nb\n\nc", {})
 
 
