@@ -212,8 +212,9 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self._chat_template.render(conversation) for conversation in conversations]
         # The template already contains the special tokens.
-        prompts = map(EncodedPrompt, texts, self.tokenizer.encode_batch(texts, add_special_tokens=False))
-        return self._generate(list(prompts), sampling_params, use_tqdm, model)
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        prompts = [EncodedPrompt(text, ids, is_chat=True) for text, ids in zip(texts, encoded, strict=True)]
+        return self._generate(prompts, sampling_params, use_tqdm, model)
 
     def beam_search(
         self,

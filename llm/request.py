@@ -15,7 +15,7 @@ from quire.engine.sequences.sequence import (
 )
 from quire.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.tokenization.stopping_decoder import StoppingDecoder
-from quire.tokenization.tokenizer import Tokenizer
+from quire.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class EncodedPrompt(NamedTuple):
@@ -23,6 +23,12 @@ class EncodedPrompt(NamedTuple):
 
     text: str | None
     token_ids: list[int]
+    is_chat: bool = False
+
+    @property
+    def token_before_answer(self) -> int | None:
+        """The token whose text the answers continue; None for a chat, whose answers begin a text."""
+        return None if self.is_chat else self.token_ids[-1]
 
 
 class TextOptions(NamedTuple):
@@ -44,7 +50,9 @@ class TextOptions(NamedTuple):
 class AnswerCollector:
     """Collects one sequence's tokens; the answer is finished when ``finish_reason`` is set."""
 
-    def __init__(self, index: int, options: TextOptions, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, index: int, options: TextOptions, tokenizer: Tokenizer, before: int | None = None
+    ) -> None:
         self.finish_reason: Literal["stop", "length"] | None = None
         self.token_ids: list[int] = []
         self._index = index
@@ -54,6 +62,7 @@ class AnswerCollector:
         self._cumulative_logprob: float | None = None
         self._stop: str | None = None
         self._text = ""
+        self._before = before
         # Without stop strings no decoder is needed: the text is decoded once, at the end.
         self._decoder = (
             StoppingDecoder(
@@ -62,6 +71,7 @@ class AnswerCollector:
                 min_tokens=options.min_tokens,
                 skip_special_tokens=options.skip_special_tokens,
                 keep_stop_string=options.keep_stop_string,
+                before=before,
             )
             if options.stop_strings
             else None
@@ -111,8 +121,10 @@ class AnswerCollector:
 
     def _flush(self) -> None:
         if self._decoder is None:
-            skip = self._options.skip_special_tokens
-            self._text = self._tokenizer.decode(self.token_ids, skip_special_tokens=skip)
+            decoder = IncrementalDecoder(
+                self._tokenizer, skip_special_tokens=self._options.skip_special_tokens, before=self._before
+            )
+            self._text = decoder.feed(self.token_ids) + decoder.flush()
         else:
             fed = self._decoder.flush()
             self._show(fed.text, fed.stop)
@@ -135,7 +147,10 @@ class Request:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._num_best = options.num_best
-        self._answers = [AnswerCollector(i, options, tokenizer) for i in range(sequence.params.num_sequences)]
+        before = prompt.token_before_answer
+        self._answers = [
+            AnswerCollector(i, options, tokenizer, before) for i in range(sequence.params.num_sequences)
+        ]
 
     @property
     def num_generated_tokens(self) -> int:

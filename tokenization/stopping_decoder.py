@@ -12,6 +12,9 @@ class StoppingDecoder:
     """Turns one sequence's tokens into text, which ends before a stop string or just after it.
 
     Stop strings are recognised only in the text of tokens after the first ``min_tokens``.
+
+    Args:
+        before: the token that the text continues, see ``IncrementalDecoder``.
     """
 
     def __init__(
@@ -22,8 +25,9 @@ class StoppingDecoder:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         keep_stop_string: bool = False,
+        before: int | None = None,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, before=before)
         self._has_stop_strings = bool(stop_strings)
         self._matcher = StopMatcher(stop_strings)
         self._min_tokens = min_tokens

@@ -185,14 +185,24 @@ class IncrementalDecoder:
 
     The library's ``DecodeStream`` works in the same way, but has no flush, and fails permanently if a decoder
     revises text that it returned before.
+
+    Args:
+        before: the id before the first one, if their text continues its text. Some decoders drop the space
+            that a list begins with, as that of Llama 2.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, before: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._shown = ""
         self._num_waiting = 0
+        if before is not None and tokenizer.has_text(before, skip_special_tokens=skip_special_tokens):
+            text = tokenizer.text_of(before)
+            if _REPLACEMENT not in text:
+                self._window, self._shown = [before], text
         self._before = self._window, self._shown, self._num_waiting
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -72,6 +72,11 @@ class ValidRequest:
     """How to divide the answers; None: the client wants only their text."""
 
     @property
+    def token_before_answer(self) -> int | None:
+        """The token whose text the answers continue; None for a chat, whose answers begin a text."""
+        return None if self.prompt_field == "chat" else self.prompt_token_ids[-1]
+
+    @property
     def num_input_tokens(self) -> int:
         """Number of tokens that workers compute before they generate: of the prompt, and received ones."""
         continued = (answer for answer in self.received if not answer.is_finished)

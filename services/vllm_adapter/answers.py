@@ -125,6 +125,7 @@ def _decoder(request: ValidRequest, tokenizer: Tokenizer) -> StoppingDecoder:
         request.response.stop_strings,
         min_tokens=request.params.min_tokens,
         skip_special_tokens=not request.response.keep_special_tokens,
+        before=request.token_before_answer,
     )
 
 

@@ -82,6 +82,25 @@ def test_deltas_of_byte_fallback_sum_up_to_the_whole(
     assert "".join(deltas(byte_fallback, token_ids, skip=skip)) == whole
 
 
+@given(
+    before=st.sampled_from([1, 2, 3]),
+    parts=st.lists(st.sampled_from([[1], [2], [3], [END]]) | st.text(max_size=6).map(as_bytes), max_size=9),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_an_answer_keeps_the_space_between_it_and_its_prompt(
+    byte_fallback: Tokenizer, before: int, parts: list[list[int]], cuts: list[int]
+) -> None:
+    token_ids = [token_id for part in parts for token_id in part]
+    whole, prompt = byte_fallback.decode([2, before, *token_ids]), byte_fallback.decode([2, before])
+    assert prompt + "".join(fed(byte_fallback, token_ids, cuts, skip=True, before=before)) == whole
+
+
+def test_an_answer_after_a_special_token_begins_a_text(byte_fallback: Tokenizer) -> None:
+    for before in (None, END, 999, as_bytes("€")[0]):
+        assert "".join(fed(byte_fallback, [1, 2], [1], skip=True, before=before)) == "ab"
+    assert "".join(fed(byte_fallback, [1, 2], [1], skip=False, before=END)) == " ab"
+
+
 @given(token_ids=st.lists(st.integers(1, 3) | st.integers(4 + 0x80, END + 2), max_size=60))
 def test_invalid_bytes_cost_no_word(byte_fallback: Tokenizer, token_ids: list[int]) -> None:
     def words(text: str) -> list[str]:
@@ -90,9 +109,11 @@ def test_invalid_bytes_cost_no_word(byte_fallback: Tokenizer, token_ids: list[in
     assert words("".join(deltas(byte_fallback, token_ids))) == words(byte_fallback.decode(token_ids))
 
 
-def fed(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], *, skip: bool) -> list[str]:
+def fed(
+    tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], *, skip: bool, before: int | None = None
+) -> list[str]:
     """Return the text that several ids at a time added, and the end."""
-    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip)
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip, before=before)
     places = sorted({0, len(token_ids), *(min(cut, len(token_ids)) for cut in cuts)})
     texts = []
     for start, end in pairwise(places):

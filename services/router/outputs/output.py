@@ -32,6 +32,7 @@ class OutputAssembler:
             min_tokens=request.params.min_tokens,
             skip_special_tokens=not request.response.keep_special_tokens,
             keep_stop_string=request.response.keep_stop_string,
+            before=request.token_before_answer,
         )
         self._unsent = ""
         """Text of tokens that were received from another router, which had held this text back."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,11 +31,12 @@ def assembler(
     tokenizer: Tokenizer,
     params: dict[str, Any] | None = None,
     division: Division | None = None,
+    prompt_field: str = "text",
     **response: Any,
 ) -> OutputAssembler:
     request = ValidRequest(
         request_id="r",
-        prompt_field="text",
+        prompt_field=prompt_field,
         prompt_token_ids=[5],
         params=SamplingParams(**{"max_tokens": 20, **(params or {})}),
         num_best=None,
@@ -49,6 +51,16 @@ def assembler(
 def part(token_ids: list[int], finish_reason: pb.FinishReason = UNFINISHED) -> AnswerPart:
     logprobs = [pb.TokenLogprobs(logprob=-0.5)] * len(token_ids)
     return AnswerPart(token_ids, logprobs, finish_reason=finish_reason)
+
+
+@pytest.mark.parametrize(("prompt_field", "text"), [("text", " a b"), ("token_ids", " a b"), ("chat", "a b")])
+def test_only_the_answer_to_a_chat_begins_a_text(prompt_field: str, text: str) -> None:
+    words = {"<unk>": 0, "▁a": 3, "▁b": 4, "▁c": 5}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    replace, strip = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Strip(" ", 1, 0)
+    inner.decoder = tokenizers.decoders.Sequence([replace, tokenizers.decoders.Fuse(), strip])
+    answer = assembler(Tokenizer(inner), prompt_field=prompt_field)
+    assert answer.respond(part([3, 4])).text == text
 
 
 TEXT = "hello world, stop here and say the end"

@@ -62,7 +62,10 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
         options = self.options(
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
-            prompt_token_ids=bool(body.echo or body.prompt_logprobs is not None or body.return_token_ids),
+            # The offsets of an answer's texts depend on the last token of its prompt.
+            prompt_token_ids=bool(body.echo or body.return_token_ids)
+            or body.prompt_logprobs is not None
+            or body.logprobs is not None,
         )
         sampling, form = sampling_params(body, body.best_of), answer_format(body)
         stopping = stopping_params(body, 1 if body.only_reads else max_tokens)
@@ -145,9 +148,11 @@ class CompletionWriter(OpenAIWriter[CompletionRequest, Completion]):
     def _offsets(self, index: int, prompt: _Prompt | None) -> TextOffsets:
         """Return the text offsets of an answer's tokens; they begin after the prompt if it is echoed."""
         if index not in self._text_offsets:
-            start = len(prompt.text) if prompt else 0
             self._text_offsets[index] = TextOffsets(
-                self._model.tokenizer, skip_special_tokens=self._skips_special_tokens, start=start
+                self._model.tokenizer,
+                skip_special_tokens=self._skips_special_tokens,
+                start=len(prompt.text) if prompt else 0,
+                before=prompt.token_ids[-1] if prompt and prompt.token_ids else None,
             )
         return self._text_offsets[index]
 

@@ -40,10 +40,15 @@ class TextOffsets:
 
     A token without text of its own gets the offset of the next text. Such tokens are skipped special tokens
     and parts of a character.
+
+    Args:
+        before: the token that the text continues, see ``IncrementalDecoder``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0, before: int | None = None
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens, before=before)
         self._at = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
