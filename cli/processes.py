@@ -85,6 +85,7 @@ def stack_config(worker: WorkerConfig, stack: LocalStackConfig, router: RouterCo
     if router.http_port is None and has_http():
         with usage_errors():
             router = replace(router, http_port=DEFAULT_HTTP_PORT)
+    worker = replace(worker, grace_seconds=router.grace_seconds)
     return replace(
         stack, router=router, worker=worker, redis_url=router.redis_url, log_level=router.log_level
     )

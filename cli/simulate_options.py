@@ -15,6 +15,9 @@ from quire.routing.pulls import Pulls
 from quire.services.router.config import RouterConfig
 from quire.simulator.workload import MOONCAKE_RATE, Workload, make_requests
 
+SYNTHETIC_REQUESTS = 2000
+"""Default number of requests without a trace."""
+
 if TYPE_CHECKING:
     from quire.simulator.cluster import ClusterConfig
     from quire.simulator.figures import Slo
@@ -64,7 +67,10 @@ class RequestOptions:
     workload: Annotated[
         Workload, _option("--workload", "Without a trace: shape of synthetic requests.", REQUESTS)
     ] = Workload.MOONCAKE
-    num_requests: Annotated[int, _option("--num-requests", "How many.", REQUESTS, min=1)] = 2000
+    num_requests: Annotated[
+        int | None,
+        _option("--num-requests", "How many; by default all of a trace, or 2000.", REQUESTS, min=1),
+    ] = None
     rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001)] = round(
         MOONCAKE_RATE, 2
     )
@@ -89,7 +95,7 @@ class RequestOptions:
         from quire.simulator.trace import read_trace, scaled, write_trace
 
         if self.trace is not None:
-            requests = scaled(read_trace(self.trace)[: self.num_requests], self.speedup)
+            requests = scaled(read_trace(self.trace, self.trace_block)[: self.num_requests], self.speedup)
         else:
             requests = self._made()
         if self.save_trace is not None:
@@ -99,7 +105,7 @@ class RequestOptions:
     def _made(self) -> list[TraceRequest]:
         return make_requests(
             self.workload,
-            self.num_requests,
+            self.num_requests or SYNTHETIC_REQUESTS,
             self.rate,
             self.seed,
             input_tokens=self.input_len,

@@ -113,6 +113,8 @@ class Simulation:
         self._role_changes: list[tuple[float, str, str]] = []
         self._num_open = 0
         self._num_rejected = 0
+        self._ended_at = 0.0
+        """Time of the latest answer's end. Events that have become pointless may come later."""
         self._outcomes: list[RequestOutcome] = []
 
     def run(self, requests: Iterable[TraceRequest], on_arrival: Callable[[], None] = lambda: None) -> Replay:
@@ -126,7 +128,7 @@ class Simulation:
         while self._events:
             self.now, _, action, arguments = heapq.heappop(self._events)
             action(*arguments)
-        seconds = self.now - (first or 0.0)
+        seconds = self._ended_at - (first or 0.0)
 
         def busy(servers: Iterable[Server]) -> float:
             shares = [server.busy_seconds / seconds for server in servers] if seconds else []
@@ -229,6 +231,7 @@ class Simulation:
     def _finished(self, job: Job) -> None:
         request, server = job.request, self._servers[job.placement.decode.worker_id]
         self._num_open -= 1
+        self._ended_at = self.now
         server.resident_tokens -= job.placement.resident_tokens
         self._planner.record_answer(request.output_tokens)
         server.num_requests -= 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,11 @@ class TraceRequest(NamedTuple):
     """Ids of the input's blocks; the last block may be partial."""
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
+def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[TraceRequest]:
     """Return the requests of a file in the order of their arrival.
+
+    Args:
+        block_tokens: tokens of a block that an id stands for.
 
     Raises:
         TraceError: a line is not a request.
@@ -47,7 +51,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
                 fields["timestamp"] / 1000,
                 int(fields["input_length"]),
                 int(fields["output_length"]),
-                tuple(fields["hash_ids"]),
+                tuple(map(index, fields["hash_ids"])),
             )
             if not math.isfinite(request.arrival_seconds):
                 raise ValueError("the time is not finite")
@@ -57,10 +61,10 @@ def read_trace(path: Path) -> list[TraceRequest]:
             ) from error
         if request.input_tokens < 1 or request.output_tokens < 1:
             raise TraceError(f"{path}:{number}: input_length and output_length must be at least 1")
-        num_blocks = math.ceil(request.input_tokens / TRACE_BLOCK_TOKENS)
+        num_blocks = math.ceil(request.input_tokens / block_tokens)
         if len(request.block_ids) < num_blocks:
             raise TraceError(
-                f"{path}:{number}: hash_ids must have an id for each {TRACE_BLOCK_TOKENS} tokens of "
+                f"{path}:{number}: hash_ids must have an id for each {block_tokens} tokens of "
                 f"input_length, so at least {num_blocks}; got {len(request.block_ids)}"
             )
         requests.append(request)

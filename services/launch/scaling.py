@@ -35,8 +35,8 @@ class ScaleCall(NamedTuple):
         with suppress(InvalidStateError):
             try:
                 self.response.set_result(scale(self.num_workers))
-            except LaunchError as error:
-                self.response.set_exception(error)
+            except (LaunchError, OSError, ValueError) as error:
+                self.response.set_exception(LaunchError(str(error)))
 
     def end(self) -> None:
         """End the wait, because the caller has disconnected or the server stops."""
@@ -124,15 +124,19 @@ def scale(
         launcher.stop(name)
         stopping.add(name)
 
+    new, surplus = list[str](), list[str]()
     for role, number in num_workers.items():
         present = [name for name in launcher.names if name.startswith(f"{role}-")]
         present.sort(key=lambda name: int(name.rpartition("-")[2]))
-        for name in reversed(present[number:]):
-            stop(name)
+        surplus += reversed(present[number:])
         free = (name for index in count() if (name := f"{role}-{index}") not in launcher.names)
-        new = list(islice(free, max(0, number - len(present))))
-        launcher.start({name: make(name) for name in new})
-        starting.update(new)
+        new += islice(free, max(0, number - len(present)))
+    configs = {name: make(name) for name in new}
+    # New workers get the processors of those that end, of either role.
+    for name in surplus:
+        stop(name)
+    launcher.start(configs)
+    starting.update(configs)
     while starting or stopping:
         for event in wait():
             name = event.name

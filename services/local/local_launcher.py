@@ -73,10 +73,10 @@ class LocalLauncher(ChildProcesses[WorkerConfig]):
         """Begin to start workers, and assign processors to each.
 
         Workers that start together lend each other their processors. A worker that starts later gets the
-        processors of one that has ended.
+        processors of one that has ended, or is ending.
         """
         wait_for_imports(self._context)
-        names = self.names
+        names = self.names - self._stopping
         left = [place for name, place in self.places.items() if name not in names]
         self.places = {name: place for name, place in self.places.items() if name in names}
         self.places |= dict(zip(configs, left, strict=False))

@@ -70,6 +70,9 @@ class RedisProcess:
 
     On Linux the server ends when the thread that created it ends, so create it in a thread that lasts.
 
+    Attributes:
+        sentinel: descriptor that becomes readable when the server ends; None while there is none.
+
     Args:
         port: port to listen on; 0: any free port.
         password: secret from which the users' passwords are derived; None: a random one.
@@ -80,6 +83,7 @@ class RedisProcess:
     """
 
     def __init__(self, port: int = 0, password: str | None = None, host: str = "127.0.0.1") -> None:
+        self.sentinel: int | None = None
         self._host = host
         self._password = password or secrets.token_hex(16)
         executable = find_redis_server()
@@ -119,8 +123,23 @@ class RedisProcess:
         """Process id of the server."""
         return self._process.pid
 
+    def start_again(self) -> bool:
+        """Start the server again at its port if it has ended, without its data; return whether it had.
+
+        Raises:
+            RedisNotStartedError: it had, and the new one did not answer in time.
+        """
+        if self._process.poll() is None:
+            return False
+        self.stop()
+        self._start(find_redis_server())
+        return True
+
     def stop(self) -> None:
         """End the server and remove its folder; a second call does nothing."""
+        if self.sentinel is not None:
+            os.close(self.sentinel)
+            self.sentinel = None
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)
@@ -155,6 +174,7 @@ class RedisProcess:
                     self._process.wait(STOP_SECONDS)
                 raise self._not_started() from error
             self._wait_until_ready()
+            self.sentinel = os.pidfd_open(self._process.pid)
             undo.pop_all()
 
     def _settings(self) -> str:

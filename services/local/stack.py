@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from multiprocessing.connection import wait
 
 import grpc
@@ -25,8 +24,16 @@ from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 from quire.rpc.errors import ServiceError
 from quire.rpc.proof import Caller, Peer
-from quire.rpc.server import Draining
-from quire.services.launch.launcher import Event, Launcher, LaunchError, NotStarted, Started, Waitable
+from quire.rpc.server import Draining, bind_problem
+from quire.services.launch.launcher import (
+    RESTART_SECONDS,
+    Event,
+    Launcher,
+    LaunchError,
+    NotStarted,
+    Started,
+    Waitable,
+)
 from quire.services.launch.scaling import ScaleServer, scale
 from quire.services.local.child_processes import (
     KILL_SECONDS,
@@ -40,7 +47,7 @@ from quire.services.local.child_processes import (
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.local_launcher import LocalLauncher, local_launcher
 from quire.services.local.places import Place, numbers_by_node
-from quire.services.local.redis_process import RedisProcess
+from quire.services.local.redis_process import RedisNotStartedError, RedisProcess
 from quire.services.local.router_processes import (
     RouterProcesses,
     on_the_same_ports,
@@ -51,13 +58,16 @@ from quire.services.local.router_processes import (
 from quire.services.local.weights_column import WeightsColumn
 from quire.services.requests.served_model import check_text_files
 from quire.services.router.app import RouterAddresses
-from quire.services.server.log import configure_logging
+from quire.services.server.log import configure_logging, get_logger
 from quire.services.worker.config import RunningWorker, WorkerConfig
+from quire.settings.setting import MAX_PORT
 
 JOIN_SECONDS = 30.0
 JOIN_POLL_SECONDS = 0.05
 DRAIN_SECONDS = 5.0
 REDIS_SECONDS = 2.0
+
+_log = get_logger("stack")
 
 OpenLauncher = Callable[[LocalStackConfig, Callable[[Draining], None]], AbstractContextManager[Launcher]]
 """Function that opens the launcher of a stack. Its workers end with the context."""
@@ -72,6 +82,7 @@ class RunningStack:
         caller: signs calls to the workers.
         ready: what each worker reported at its latest start.
         addresses: the addresses of each router process.
+        redis: the stack's own Redis; None if it uses another one.
     """
 
     config: LocalStackConfig
@@ -81,6 +92,7 @@ class RunningStack:
     caller: Caller
     ready: dict[str, RunningWorker] = field(default_factory=dict)
     addresses: dict[str, RouterAddresses] = field(default_factory=dict)
+    redis: RedisProcess | None = None
 
     @property
     def routers(self) -> dict[str, Child]:
@@ -125,12 +137,27 @@ class RunningStack:
         """Wait for events or until one of ``more`` is ready; restart processes that have ended."""
         times = [each for each in (self.router_processes.seconds, self.launcher.seconds) if each is not None]
         everything = [*self.router_processes.waitables(), *self.launcher.waitables(), *more]
+        if self.redis is not None:
+            sentinel = self.redis.sentinel
+            if sentinel is None:
+                times.append(RESTART_SECONDS)
+            else:
+                everything.append(sentinel)
         wait(everything, min(times, default=None))
+        self._watch_redis()
         happened = [*self.router_processes.events(), *self.launcher.events()]
         for event in happened:
             if isinstance(event, Started):
                 self._note_start(event)
         return happened
+
+    def _watch_redis(self) -> None:
+        """Start Redis again if it has ended; workers then join it again by themselves."""
+        try:
+            if self.redis is not None and self.redis.start_again():
+                _log.error("process_started_again", name="redis")
+        except RedisNotStartedError as error:
+            _log.error("process_not_started", name="redis", error=str(error))
 
     def _note_start(self, event: Started) -> None:
         name, report = event
@@ -197,6 +224,7 @@ def local_stack(
         redis = stack.enter_context(ExitStack())
         launcher = stack.enter_context(open_launcher(config, show))
         router_redis = worker_redis = config.redis_url
+        process = None
         if config.redis_url is not None and console is not None:
             _warn_of_redis(config.redis_url, console)
         if config.redis_url is None:
@@ -212,6 +240,7 @@ def local_stack(
             launcher,
             WorkerConfigs(config, worker_redis, secret),
             Caller(secret),
+            redis=process,
         )
         for name, each in router_configs(config.router).items():
             running.router_processes.start({name: (each, config.log_level)})
@@ -222,7 +251,7 @@ def local_stack(
         with _progress(console, files) as progress:
             _wait_until_started(running, progress)
         for addresses in running.addresses.values():
-            _wait_until_joined(addresses.admin, len(launcher.names))
+            _wait_until_joined(addresses.admin, launcher.names)
         yield running
 
 
@@ -238,13 +267,20 @@ class WorkerConfigs:
         self._secret = secret
         self._metrics_ports: dict[str, int] = {}
         taken = {*config.router.ports.values()}
-        self._free_ports = (port for port in count(config.router.metrics_port + 1) if port not in taken)
+        self._free_ports = (
+            port
+            for port in range(config.router.metrics_port + 1, MAX_PORT + 1)
+            if port not in taken and bind_problem(config.worker.host, port) is None
+        )
 
     def __call__(self, name: str) -> WorkerConfig:
         """Return the configuration of the worker with a name such as decode-0."""
         config, worker = self._config, self._config.worker
         if config.router.metrics_port and name not in self._metrics_ports:
-            self._metrics_ports[name] = next(self._free_ports)
+            port = next(self._free_ports, None)
+            if port is None:
+                raise LaunchError(f"there is no free port above --metrics-port for the metrics of {name}")
+            self._metrics_ports[name] = port
         return replace(
             worker,
             role="prefill" if name.startswith("prefill-") else "decode",
@@ -293,8 +329,8 @@ def _wait_until_started(stack: RunningStack, progress: Progress) -> None:
                 progress.advance(bar)
 
 
-def _wait_until_joined(admin_address: str, num_workers: int) -> None:
-    """Wait until the router knows every worker, so that the first request can use the whole stack.
+def _wait_until_joined(admin_address: str, names: Collection[str]) -> None:
+    """Wait until the router knows all of these workers, so that the first request can use the whole stack.
 
     Raises:
         LaunchError: a worker is still unknown after ``JOIN_SECONDS``.
@@ -304,7 +340,7 @@ def _wait_until_joined(admin_address: str, num_workers: int) -> None:
         stub = AdminServiceStub(channel)
         while True:
             known = stub.ListWorkers(ListWorkersRequest(), timeout=JOIN_SECONDS, wait_for_ready=True)
-            if len(known.workers) == num_workers:
+            if {*names} <= {each.worker_id for each in known.workers}:
                 return
             if time.monotonic() > deadline:
                 raise LaunchError(f"not all workers found the router within {JOIN_SECONDS:.0f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,10 @@ def _addresses_problem(addresses: Sequence[str]) -> str | None:
     return None
 
 
+def _target_problem(milliseconds: float) -> str | None:
+    return None if 0 < milliseconds < math.inf else f"must be above 0; got {milliseconds:g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SloTargets:
     """Maximum time to the first token, and maximum mean time for each further token, in milliseconds."""
@@ -44,14 +49,14 @@ class SloTargets:
         "--slo-ttft-ms",
         "Target for the first token, for the goodput metrics.",
         Panel.OBSERVABILITY,
-        minimum=0,
+        problem=_target_problem,
     )
     tpot_ms: float = setting(
         100,
         "--slo-tpot-ms",
         "Target for each further token, for the goodput metrics.",
         Panel.OBSERVABILITY,
-        minimum=0,
+        problem=_target_problem,
     )
 
     def __post_init__(self) -> None:

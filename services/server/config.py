@@ -23,6 +23,11 @@ def _redis_problem(url: str) -> str | None:
     return "must be a URL of Redis, which begins with redis://, rediss://, redis+cluster:// or unix://"
 
 
+def _host_problem(host: str) -> str | None:
+    is_bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    return f"must have brackets around an IPv6 address, as [::1]; got {host!r}" if is_bare else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
     """Settings of a service, a router or a worker.
@@ -34,7 +39,7 @@ class ServiceConfig:
         ValueError: settings are out of range or contradict each other.
     """
 
-    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.COMMON)
+    host: str = setting("127.0.0.1", "--host", "Address to listen on.", Panel.COMMON, problem=_host_problem)
     redis_url: str | None = setting(
         None,
         "--redis-url",

@@ -58,6 +58,12 @@ def describe_readiness(registry: CollectorRegistry, is_ready: Callable[[], bool]
     gauge.set_function(is_ready)
 
 
+class _Ipv6Server(_Server):
+    """A server that listens on an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
 class _QuietHandler(WSGIRequestHandler):
     """A request handler that logs neither scrapes nor disconnects."""
 
@@ -85,7 +91,8 @@ def metrics_server(
     app = _app(registry, probes)
     # Not prometheus_client's own start_http_server, which takes half a second to stop.
     try:
-        listening = make_server(host, port, app, _Server, handler_class=_QuietHandler)
+        kind = _Ipv6Server if ":" in host else _Server
+        listening = make_server(host.strip("[]"), port, app, kind, handler_class=_QuietHandler)
     except OSError as error:
         raise cannot_listen(host, port, error) from error
     with listening as server:

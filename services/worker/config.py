@@ -19,12 +19,16 @@ from quire.settings.setting import MAX_PORT, Panel, is_address, setting
 
 DEMO_MODEL = "demo"
 """Name under which the bundled model is served."""
-WILDCARDS = frozenset({"0.0.0.0", "::", "[::]"})
+WILDCARDS = frozenset({"0.0.0.0", "[::]"})
 """Hosts that stand for all addresses of a machine; clients cannot connect to them."""
 
 TRANSPORTS = ("auto", "messages")
 PLUG_INS = "quire.transports"
 """The group of entry points that open further transports."""
+
+
+def _address_problem(address: str) -> str | None:
+    return None if is_address(address) else f"must be host:port, as 10.0.0.7:9000; got {address!r}"
 
 
 def _transport_problem(name: str) -> str | None:
@@ -85,6 +89,7 @@ class WorkerConfig(ServiceConfig, EngineConfig):
         "host:port at which others reach it; by default host and port, with --host 0.0.0.0 the address that "
         "leads to Redis.",
         Panel.NETWORK,
+        problem=_address_problem,
     )
     vllm_grpc: bool = setting(
         False,

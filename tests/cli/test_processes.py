@@ -315,6 +315,9 @@ def test_a_router_without_the_packages_names_the_extra_to_install(
         (["--redis-url", "localhost:6379"], "begins with redis://"),
         (["--worker", "worker"], "'worker' is not host:port"),
         (["--worker", "worker:99999"], "'worker:99999' is not host:port"),
+        (["--host", "::1"], "must have brackets around an IPv6 address"),
+        (["--slo-ttft-ms", "0"], "must be above 0; got 0"),
+        (["--slo-tpot-ms", "nan"], "must be above 0; got nan"),
     ],
 )
 def test_a_setting_that_cannot_be_right_is_a_usage_error(
@@ -331,6 +334,7 @@ def test_the_grace_period_is_a_setting_of_serve(quire: Quire, monkeypatch: pytes
     quire("serve")
     quire("serve", "--grace-period", "3")
     assert [config.router.grace_seconds for config in served] == [25, 3]
+    assert [config.worker.grace_seconds for config in served] == [25, 3]
 
 
 @pytest.mark.parametrize(

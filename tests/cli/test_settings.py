@@ -151,7 +151,8 @@ def test_the_docs_have_the_defaults_of_the_settings() -> None:
             "--cluster-key and --cluster-ca",
         ),
         (RouterConfig, {"redis_url": "secret@host"}, "--redis-url must be a URL of Redis"),
-        (SloTargets, {"ttft_ms": -1}, "--slo-ttft-ms must be at least 0; got -1"),
+        (SloTargets, {"ttft_ms": -1}, "--slo-ttft-ms must be above 0; got -1"),
+        (WorkerConfig, {"advertise": "myhost"}, "--advertise must be host:port, as 10.0.0.7:9000"),
         (LocalStackConfig, {"num_decode": 0}, "--decode must be at least 1; got 0"),
     ],
 )

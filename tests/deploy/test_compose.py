@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from quire.cli.app import make_app
+from quire.services.worker.reports.metrics import SNAPSHOT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
@@ -247,4 +248,6 @@ def test_prometheus_finds_every_container_of_a_service() -> None:
         for config in job["dns_sd_configs"]
         for name in config["names"]
     }
+    interval = settings["global"]["scrape_interval"]
+    assert float(interval.removesuffix("s")) > SNAPSHOT_SECONDS, "the scrape of a stuck engine is lost"
     assert found == {("router", 8501), ("router-2", 8501), ("prefill", 9100), ("decode", 9100)}

@@ -168,7 +168,11 @@ def test_autoscalers_ask_for_metrics_that_workers_have() -> None:
     assert asked == {"quire_requests_waiting", "quire_kv_cache_usage_ratio"}
     assert asked <= exported
     (rules,) = load(BASE / "adapter-rules.yaml")
-    assert all(name in rules["rules"]["custom"][0]["seriesQuery"] for name in asked)
+    query = rules["rules"]["custom"][0]["seriesQuery"]
+    assert all(name in query for name in asked)
+    (scrape,) = yaml.safe_load((BASE / "prometheus.yaml").read_text(encoding="utf-8"))
+    given = {rule.get("target_label") for rule in scrape["relabel_configs"]}
+    assert set(re.findall(r'(\w+)!=""', query)) <= given
 
 
 def test_the_users_of_redis_are_those_of_the_index() -> None:

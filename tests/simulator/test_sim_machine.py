@@ -55,6 +55,17 @@ def test_answers_are_slower_beside_a_prompt_and_the_prompt_beside_answers(costs:
     assert outcomes[answer].tpot_seconds == pytest.approx(0.01 + 0.1 / 100)
 
 
+def test_a_replay_ends_with_its_last_answer(costs: Calibration) -> None:
+    replayed = run(costs, prompt(0.0, 16, 0, 401), prompt(0.5, 200, 100, 1), prompt(0.7, 200, 300, 9))
+    ends = [
+        each.request.arrival_seconds
+        + each.ttft_seconds
+        + each.tpot_seconds * (each.request.output_tokens - 1)
+        for each in replayed.outcomes
+    ]
+    assert replayed.seconds == pytest.approx(max(ends))
+
+
 def test_workers_with_their_own_processors_are_as_fast_as_alone(costs: Calibration) -> None:
     requests = (prompt(0.0, 200, 0), prompt(0.0, 200, 100), prompt(0.0, 16, 200, 101))
     unshared = replace(costs, prefill_share=0.0, decode_share=0.0)

@@ -36,6 +36,9 @@ def test_the_published_format_is_read_in_order_of_arrival(tmp_path: Path) -> Non
     assert [request.arrival_seconds for request in scaled(requests, 2.0)] == [0.0, 1.526]
     write_trace(path, requests)
     assert read_trace(path) == requests
+    assert read_trace(path, block_tokens=1000) == requests
+    with pytest.raises(TraceError, match="each 16 tokens of input_length, so at least 38; got 2"):
+        read_trace(path, block_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,10 @@ def test_the_published_format_is_read_in_order_of_arrival(tmp_path: Path) -> Non
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}', ":1: .* not finite"),
         ('{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [0]}', "at least 2; got 1"),
         ("[" * 100_000, ":1: must have"),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}',
+            ":1: must have .*interpreted as an integer",
+        ),
         ("", "holds no requests"),
     ],
 )

@@ -131,7 +131,7 @@ async def http_server(
     try:
         listening = await asyncio.get_running_loop().create_server(
             lambda: HttpConnection(handler, times, count),
-            host,
+            host.strip("[]"),
             port,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else HANDSHAKE_SECONDS,

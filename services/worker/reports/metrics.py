@@ -23,8 +23,11 @@ from quire.kvindex.worker_record import ROLES
 from quire.services.server.phases import HAND_OVER, PROMPT_PHASES, PhaseMetrics
 
 HIT_SOURCES = ("own", "tier", "peer")
-SNAPSHOT_SECONDS = 5.0
-"""Seconds for which a scrape waits for the engine, which answers between two steps."""
+SNAPSHOT_SECONDS = 3.0
+"""Seconds for which a scrape waits for the engine, which answers between two steps.
+
+Prometheus gives up after its interval of five seconds, and would never learn that the engine is stuck.
+"""
 
 _STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -57,6 +57,25 @@ class Noted:
         return response
 
 
+def test_workers_of_all_roles_stop_before_new_ones_take_their_processors() -> None:
+    launcher = Noted("decode-0", "decode-1", "prefill-0")
+    launcher.start = Mock(side_effect=lambda configs: launcher.stopped.append("started"))  # type: ignore[method-assign]
+    left, started = Stopped("decode-1"), Started("prefill-1", None)
+    launcher.scale(left, started, prefill=2, decode=1)
+    assert launcher.stopped == ["decode-1", "started"]
+
+
+def test_a_worker_that_cannot_be_configured_stops_no_other() -> None:
+    launcher = Noted("decode-0", "decode-1", "prefill-0")
+
+    def make(name: str) -> WorkerConfig:
+        raise ValueError("--metrics-port must be from 0 to 65535")
+
+    with pytest.raises(ValueError, match="--metrics-port"):
+        scale(launcher, make, launcher.drained.append, list, {"decode": 1, "prefill": 2})
+    assert not launcher.stopped
+
+
 def test_it_returns_when_all_new_workers_serve() -> None:
     launcher = Noted("prefill-0", "decode-0")
     response = launcher.scale(Started("decode-2", None), Started("decode-1", None), decode=3)
@@ -108,11 +127,11 @@ def next_call(server: ScaleServer) -> ScaleCall:
     return call
 
 
-def refuse(num_workers: Mapping[str, int]) -> pb.ScaleWorkersResponse:
-    raise LaunchError("not so")
+@pytest.mark.parametrize("problem", [LaunchError("not so"), ValueError("not so"), OSError("not so")])
+def test_a_call_gets_its_response_or_why_there_is_none(problem: Exception) -> None:
+    def refuse(num_workers: Mapping[str, int]) -> pb.ScaleWorkersResponse:
+        raise problem
 
-
-def test_a_call_gets_its_response_or_why_there_is_none() -> None:
     server = ScaleServer()
     with server, grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor() as callers:
         request = pb.ScaleWorkersRequest(num_workers={"decode": 2})

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import redis
 
 from quire.services.local import redis_process
 from quire.services.local.redis_process import RedisNotStartedError, RedisProcess
@@ -51,3 +55,15 @@ def test_the_folder_of_temporary_files_may_have_any_name(
     with RedisProcess():
         assert len(list(folder.iterdir())) == 1
     assert not list(folder.iterdir())
+
+
+def test_a_server_that_ends_is_started_again_at_its_url() -> None:
+    with RedisProcess() as process, redis.Redis.from_url(process.worker_url) as client:
+        assert not process.start_again()
+        assert process.sentinel is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert wait([process.sentinel], 20.0)
+        assert process.start_again()
+        assert client.ping()
+        assert not process.start_again()
+    assert process.sentinel is None

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from quire.rpc.health import Health
-from quire.rpc.server import GrpcServer, grpc_server
+from quire.rpc.server import GrpcServer, bind_problem, grpc_server
 from quire.services.server import metrics_server as metrics_server_module
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
@@ -87,6 +87,16 @@ async def test_metrics_are_served_from_the_given_registry(process: Process) -> N
     assert b"tests_total 1.0" in await asyncio.to_thread(read)
     taken = pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{process.port}")
     with taken, metrics_server(CollectorRegistry(), Probes(process.server, process.lag), port=process.port):
+        pass
+
+
+@pytest.mark.skipif(bind_problem("[::1]", 0) is not None, reason="needs an IPv6 loopback address")
+async def test_it_listens_on_an_ipv6_address(process: Process) -> None:
+    probes = Probes(process.server, process.lag)
+    with (
+        metrics_server(CollectorRegistry(), probes, host="[::1]") as port,
+        socket.create_connection(("::1", port), SECONDS),
+    ):
         pass
 
 

@@ -23,6 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from quire.rpc.errors import InvalidArgument
+from quire.rpc.server import bind_problem
 from quire.services.router.grpc.open_calls import OpenCalls
 from quire.services.router.grpc.request_memory import RequestMemory
 from quire.services.router.http.server import http_server
@@ -493,6 +494,13 @@ async def test_a_taken_port_is_an_error(pair: Any) -> None:
         memory = RequestMemory(0, pair.running.metrics)
         async with http_server(servicer, CollectorRegistry(), memory, port=pair.running.http.port):
             pass
+
+
+@pytest.mark.skipif(bind_problem("[::1]", 0) is not None, reason="needs an IPv6 loopback address")
+async def test_it_listens_on_an_ipv6_address(pair: Any) -> None:
+    await pair.start(host="[::1]", http_port=0)
+    async with ClientSession(f"http://{pair.running.http.address}") as http:
+        assert (await http.get("/health")).status == 200
 
 
 async def test_many_connections_wait_to_be_accepted(http: ClientSession, pair: Any) -> None:
