@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Literal, NamedTuple
 
 from quire.engine.runner.control_groups import ControlGroups
@@ -46,6 +47,33 @@ def check_machine(config: WorkerConfig, num_workers: int) -> Iterator[Finding]:
     yield from _check_processors(config, num_workers)
     yield _check_shared_memory(config)
     yield from _check_memory(config, num_workers)
+    yield from _check_folders(config)
+
+
+def _check_folders(config: WorkerConfig) -> Iterator[Finding]:
+    """Find out about folders without which the worker does not start; what is right is not mentioned."""
+    for named in config.lora:
+        file = Path(named.partition("=")[2], "adapter_config.json")
+        if not file.is_file():
+            yield Finding(
+                "problem", "adapter", f"there is no {file}", "name the folder of an adapter by --lora"
+            )
+    if config.draft_model is not None and _is_missing(config.draft_model):
+        text = f"there is no {config.draft_model}"
+        yield Finding("problem", "draft model", text, "name a model, ngram or off by --speculation")
+    if config.disk_cache is not None:
+        folder = Path(config.disk_cache.path)
+        present = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        try:
+            os.rmdir(mkdtemp(prefix=".quire-doctor-", dir=present))
+        except OSError as error:
+            yield Finding("problem", "disk cache", f"{folder}: {error.strerror}", "name a folder to write to")
+
+
+def _is_missing(model: str) -> bool:
+    """Return whether a model's name is a path, and no id of the hub, and there is nothing."""
+    path = Path(model)
+    return (path.is_absolute() or model.startswith(".")) and not path.exists()
 
 
 def _check_kernels(config: WorkerConfig) -> Iterator[Finding]:
@@ -106,7 +134,9 @@ def _check_memory(config: WorkerConfig, num_workers: int) -> Iterator[Finding]:
 
     folder = Path(config.model_path)
     files = [folder] if folder.is_file() else list(folder.glob("*.safetensors"))
-    if config.model is not None and not folder.exists():
+    if _is_missing(config.model_path):
+        yield Finding("problem", "model", f"there is no {folder}", "name the folder of a model")
+    elif config.model is not None and not folder.exists():
         yield Finding(
             "ok", "model", f"{config.model} comes from the hub or its cache; its size is not known here"
         )

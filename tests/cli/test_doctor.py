@@ -149,3 +149,27 @@ def test_few_open_files_and_no_shared_memory_are_warnings(
 def test_settings_that_the_command_refuses_are_refused(quire: Quire) -> None:
     result = quire("doctor", "router", "--port", "1", "--http-port", "1")
     assert (result.exit_code, "are both 1" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "subject"),
+    [
+        (["--lora", "a=/nonexistent"], "adapter"),
+        (["--speculation", "/nonexistent"], "draft model"),
+        (["--disk-cache", "/proc/none:1GiB", "--host-cache", "64MiB"], "disk cache"),
+        (["/nonexistent"], "model"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_a_problem(quire: Quire, words: list[str], subject: str) -> None:
+    result = quire("doctor", "decode", *words)
+    assert result.exit_code == 1
+    assert line_of(result, subject).startswith(f"problem {subject}")
+
+
+def test_folders_that_are_there_or_can_be_made_are_no_problem(quire: Quire, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    cache = tmp_path / "new" / "cache"
+    words = ["--lora", f"a={tmp_path}", "--disk-cache", f"{cache}:1GiB", "--host-cache", "64MiB"]
+    result = quire("doctor", "decode", *words)
+    assert result.exit_code == 0, result.output
+    assert not cache.parent.exists()
