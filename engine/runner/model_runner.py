@@ -46,7 +46,12 @@ class ModelRunner:
         self._compiled: CompiledStep | None = None
         if model.recipe is not None:
             self._compiled = CompiledStep(
-                model.recipe, model.heads, memory, model.vocab_size, model.collectives
+                model.recipe,
+                model.heads,
+                memory,
+                model.vocab_size,
+                model.max_position_embeddings,
+                model.collectives,
             )
         block_size = memory.shape.block_size
         alignment = 1 if model.window is None else ops.blocks_summed_together(memory.device, block_size)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from quire.engine.model.program.recipe_reader import read_recipe
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.cpu.products.bfloat16_product import prefers_pair_products
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
-from tests.testing.tiny_engine import run_mixed
+from tests.testing.tiny_engine import generated, make_engine, make_prompt, make_request, run_mixed
 from tests.testing.tiny_models import make_random_model
 
 COVERED = [
@@ -169,3 +170,38 @@ def test_positions_far_from_the_prompts_are_compared(tiny_model: Callable[[str],
 
     rotary.forward = other_at_the_end
     assert find_recipe(model.module, model.heads, model.vocab_size, 512) is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "num_positions"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, 600),
+        (
+            {
+                "rope_type": "longrope",
+                "factor": 2.0,
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 600,
+            },
+            1200,
+        ),
+    ],
+)
+def test_the_table_of_rotations_ends_with_the_positions(
+    tmp_path: Path, rope: dict[str, Any], num_positions: int
+) -> None:
+    # Beyond 600 positions, transformers rotates all of them in another way.
+    sizes = {"max_position_embeddings": num_positions, "head_dim": 16}
+    path = make_random_model("llama", tmp_path, rope_parameters=rope, **sizes)
+    model = load_model(str(path), "float32", CPU)
+    assert model.max_position_embeddings == 600
+    assert model.recipe is not None
+    engine = make_engine(model, num_blocks=200)
+    first, long, again = (
+        generated(engine, make_request(name, make_prompt(length), max_tokens=4, num_logprobs=3))
+        for name, length in (("first", 100), ("long", 580), ("again", 100))
+    )
+    assert len(long) == 4
+    assert again == first

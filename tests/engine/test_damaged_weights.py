@@ -46,6 +46,17 @@ def test_a_missing_tensor_is_refused(model: Path, name: str, capfd: pytest.Captu
     assert not "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize("architectures", [["LlamaModel"], None])
+def test_no_output_layer_is_random_whatever_the_model_is_called(
+    model: Path, architectures: list[str] | None
+) -> None:
+    change(model, lambda tensors: tensors.pop(HEAD))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+    with pytest.raises(ModelFileError, match=f"has no tensor {HEAD}"):
+        load_model(str(model), "float32", CPU)
+
+
 def test_an_embedding_model_needs_no_output_layer(model: Path) -> None:
     change(model, lambda tensors: tensors.pop(HEAD))
     (model / "modules.json").write_text("[]")

@@ -49,7 +49,7 @@ def find_recipe(
             raise NoRecipeError("parts of its layers are modules, which divide themselves among ranks")
 
         def other(memory: KvMemory) -> Forward:
-            return CompiledStep(recipe, heads, memory, vocab_size, collectives).run
+            return CompiledStep(recipe, heads, memory, vocab_size, num_positions, collectives).run
 
         with _refusing_modules(recipe):
             is_alike = runs_alike(module, heads, vocab_size, num_positions, other)

@@ -45,6 +45,7 @@ class CompiledStep:
         heads: how it calls attention.
         memory: its KV blocks.
         vocab_size: number of logits.
+        most_positions: number of positions that the model has.
         collectives: those of the ranks that the model is divided among; None if there is one process.
     """
 
@@ -54,8 +55,10 @@ class CompiledStep:
         heads: KvHeads,
         memory: KvMemory,
         vocab_size: int,
+        most_positions: int,
         collectives: Collectives | None = None,
     ) -> None:
+        self._most_positions = most_positions
         self._recipe, self._collectives, self._vocab_size = recipe, collectives, vocab_size
         # One program fits all weights whose inputs have the same form, unless it reads embeddings from them.
         stored, head_stored = first_of_form(recipe.linears[0].packed.stored), recipe.head.packed.stored
@@ -86,7 +89,7 @@ class CompiledStep:
         self._tables: list[tuple[torch.Tensor, ...]] = []
         self._tables32 = self._tables
         self._num_positions = 0
-        self._grow_tables(_FEWEST_POSITIONS)
+        self._grow_tables(min(_FEWEST_POSITIONS, most_positions))
         self._placed: StepTensors | None = None
         """The tensors of which the program has the addresses."""
         self._num_threads = 0
@@ -193,7 +196,9 @@ class CompiledStep:
         """Compute the cosines and sines of the first ``num_positions`` positions."""
         if num_positions <= self._num_positions or not self._recipe.rotations:
             return
-        self._num_positions = 1 << (num_positions - 1).bit_length()
+        # Beyond the model's positions, some models rotate all positions in another way.
+        doubled = min(1 << (num_positions - 1).bit_length(), self._most_positions)
+        self._num_positions = max(num_positions, doubled)
         positions = torch.arange(self._num_positions)
         self._tables = [rotate(positions) for rotate in self._recipe.rotations]
         self._tables32 = [tuple(each.float().contiguous() for each in both) for both in self._tables]
