@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -60,6 +61,8 @@ _ENDS = (
     "<end_of_turn>",
 )
 """Control tokens that end an answer, though a file names only one of them."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Kinds of tokens, by their numbers in ``tokenizer.ggml.token_type``."""
 _BOS_AND_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 """Pre-tokenizers of vocabularies that begin with BOS, and whose words need no merges if they are tokens."""
 
@@ -94,6 +97,12 @@ def _config(path: Path, header: GgufHeader) -> dict[str, Any]:
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
     stated = {key[len(prefix) :]: value for key, value in header.settings.items() if key.startswith(prefix)}
     scaling = stated.pop("rope.scaling.type", "none"), stated.pop("rope.scaling.factor", 1.0)
+    if scaling[0] == "none":
+        # Files of Phi 3 state it although nothing is scaled. Factors for long contexts are tensors.
+        stated.pop("rope.scaling.original_context_length", None)
+    if name == "phi3" and stated.get("attention.sliding_window") == 0:
+        del stated["attention.sliding_window"]  # so the converter writes that Phi 4 has none
+    local_theta = stated.pop("rope.freq_base_swa", None) if name == "gemma3" else None
     for key, value in stated.items():
         if (key not in names and key not in _CHECKED) or isinstance(value, list):
             raise ModelFileError(f"{path} has the setting {prefix}{key} = {value}, which quire does not read")
@@ -118,6 +127,8 @@ def _config(path: Path, header: GgufHeader) -> dict[str, Any]:
     for key in ("bos", "padding"):
         values[f"{key[:3]}_token_id"] = header.settings.get(f"tokenizer.ggml.{key}_token_id")
     config = AutoConfig.for_model(model_type, **values)
+    if local_theta is not None:
+        config.rope_parameters["sliding_attention"]["rope_theta"] = local_theta
     _scale_rope(path, header, config, *scaling)
     written: dict[str, Any] = config.to_dict()
     del written["transformers_version"]
@@ -183,13 +194,28 @@ def _tokenizer(path: Path, header: GgufHeader) -> Any:
     # Transformers' classes add their own special tokens, for which the model may have no logits.
     state = json.loads(converted.to_str())
     num_tokens = len(settings["tokenizer.ggml.tokens"])
-    state["added_tokens"] = [each for each in state["added_tokens"] if each["id"] < num_tokens]
+    added = {each["id"]: each for each in state["added_tokens"] if each["id"] < num_tokens}
+    if kind == "gpt2":
+        _add_texts(settings, state["model"]["vocab"], added)
+    state["added_tokens"] = [added[each] for each in sorted(added)]
     converted = Tokenizer.from_str(json.dumps(state))
     options = {"add_bos_token": kind == "llama" or pre in _BOS_AND_WHOLE_WORDS, **mapping("tokenizer_config")}
     for name in ("bos", "eos", "unknown", "padding"):
         token = settings.get(f"tokenizer.ggml.{name}_token_id")
         options[f"{name[:3]}_token"] = None if token is None else settings["tokenizer.ggml.tokens"][token]
     return PreTrainedTokenizerFast(tokenizer_object=converted, **options)
+
+
+def _add_texts(settings: Mapping[str, Any], vocabulary: dict[str, int], added: dict[int, Any]) -> None:
+    """Give control tokens their own text; transformers spells some in bytes, as those of DeepSeek."""
+    spelled = {number: text for text, number in vocabulary.items()}
+    kinds = settings.get("tokenizer.ggml.token_type", ())
+    for number, (text, kind) in enumerate(zip(settings["tokenizer.ggml.tokens"], kinds, strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and number not in added:
+            vocabulary.pop(spelled.get(number, ""), None)
+            vocabulary[text] = number
+            options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added[number] = {"id": number, "content": text, "special": kind == _CONTROL, **options}
 
 
 def _end_ids(header: GgufHeader, tokenizer: Any) -> list[int]:

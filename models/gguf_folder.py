@@ -14,7 +14,7 @@ from quire.models.file_checks import ModelFileError
 
 GGUF_NAME = "model.gguf"
 """Name in the folder of the link to the file."""
-_FORM = 1
+_FORM = 2
 """Number of what the conversion writes; other files need another one."""
 
 

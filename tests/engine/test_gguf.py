@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.gguf import dequant
 
@@ -108,6 +108,43 @@ def test_an_architecture_has_the_logits_of_the_plain_model(name: str, tmp_path: 
     else:
         assert torch.equal(module(prompt).logits, expected(prompt).logits)
     assert answer(load_model(str(plain), "auto", CPU)) == answer(load_model(str(folder), "auto", CPU))
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("phi3", {"rope.scaling.original_context_length": 512, "attention.sliding_window": 0}),
+        ("gemma3", {"rope.freq_base_swa": 10000.0}),
+    ],
+)
+def test_what_llama_cpp_states_beside_a_configuration_is_read(
+    name: str, stated: dict[str, Any], tmp_path: Path
+) -> None:
+    architecture, values = MODELS[name]
+    plain = make_random_model(architecture, tmp_path / "plain", **values)
+    folder = convert(write_gguf(plain, tmp_path / "model.gguf", settings=stated))
+    assert settings(folder) == settings(plain)
+    theta = {"rope.freq_base_swa": 20000.0}
+    if name == "gemma3":
+        folder = convert(write_gguf(plain, tmp_path / "other.gguf", settings=theta))
+        assert settings(folder)["rope_parameters"]["sliding_attention"]["rope_theta"] == 20000.0
+
+
+def test_control_tokens_keep_letters_that_bytes_do_not_have(tmp_path: Path) -> None:
+    plain = make_random_model("qwen2", tmp_path / "plain")
+    own = Tokenizer.from_file(str(plain / "tokenizer.json"))
+    names = ["<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>", "<|im_start|>"]
+    own.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in names])
+    own.save(str(plain / "tokenizer.json"))
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, "bos_token_id": own.token_to_id(names[0])}))
+    folder = convert(write_gguf(plain, tmp_path / "model.gguf", pre="deepseek-r1-qwen"))
+    read = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = f"{names[0]}{names[1]}hi{names[2]}"
+    assert read.encode(text, add_special_tokens=False).ids == own.encode(text, add_special_tokens=False).ids
+    assert json.loads((folder / "tokenizer_config.json").read_text())["bos_token"] == names[0]
+    assert read.get_vocab_size() <= config["vocab_size"]
+    assert max(read.get_vocab().values()) < config["vocab_size"]
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))
