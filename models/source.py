@@ -17,6 +17,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 EMBEDDING_MODULES = "modules.json"
 EMBEDDING_FILES = (EMBEDDING_MODULES, "1_Pooling/config.json")
@@ -33,7 +34,7 @@ def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
 
     Args:
         source: a folder, a GGUF file, a hub id, or a hub id and a revision as in ``org/model@main``.
-        files: patterns of file names. Files in subfolders, such as the original checkpoint's, are left out,
+        files: patterns of file names. Weights in subfolders, such as the original checkpoint's, are left out,
             except in the numbered ones of sentence-transformers.
 
     Raises:
@@ -53,7 +54,10 @@ def find_model(source: str, files: Sequence[str] = MODEL_FILES) -> Path:
     name, _, revision = source.partition("@")
     try:
         found = snapshot_download(
-            name, revision=revision or None, allow_patterns=list(files), ignore_patterns=["[!0-9]*/*"]
+            name,
+            revision=revision or None,
+            allow_patterns=list(files),
+            ignore_patterns=["[!0-9]*/*.safetensors*"],
         )
     except HFValidationError as error:
         raise FileNotFoundError(f"{source} is neither a folder nor a hub id: {error}") from error

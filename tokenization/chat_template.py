@@ -15,7 +15,7 @@ import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.models.file_checks import damaged, read_text
+from quire.models.file_checks import damaged, read_object, read_text
 from quire.tokenization.tokenizer import ModelFiles
 
 # Errors that running a template can raise: Jinja's own, and those of its expressions over values of another
@@ -26,6 +26,8 @@ _TEMPLATE_ERRORS = (
 )
 _SHORT_IDS = re.compile(r"id\s*\|\s*length\)?\s*!=\s*9\b")
 """How a template of Mistral's refuses the ids of calls that have not nine letters and digits."""
+_TEXT_ARGUMENTS = re.compile(r"\+\s*\w+(\['function'\]|\.function)(\['arguments'\]|\.arguments)(?!\s*\|)")
+"""How a template of DeepSeek's appends the arguments of a call, which then must be text."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,22 +55,31 @@ class ChatTemplate:
         self._with_tools = environment.from_string(with_tools)
         self._special_tokens = dict(special_tokens)
         self._has_short_ids = _SHORT_IDS.search(self.source) is not None
+        self._has_text_arguments = _TEXT_ARGUMENTS.search(self.source) is not None
         self._reads_thinking = "message.thinking" in self.source
 
     @classmethod
     def load(cls, files: ModelFiles) -> ChatTemplate | None:
         """Return a model's template, or None if it has none; ``chat_template.jinja`` takes precedence.
 
+        The special tokens of ``special_tokens_map.json`` take precedence in folders that have no
+        ``added_tokens_decoder`` yet, as in transformers.
+
         Raises:
             ModelFileError: the template, or a special token, is not well formed.
         """
         own_file, path = files.folder / "chat_template.jinja", files.folder / "tokenizer_config.json"
+        tools_file = files.folder / "additional_chat_templates" / "tool_use.jinja"
+        config, older_file = files.config, files.folder / "special_tokens_map.json"
+        if "added_tokens_decoder" not in config and older_file.exists():
+            config = {**config, **read_object(older_file)}
         try:
-            tokens = {name: files.config.get(name) for name in _SPECIAL_TOKENS}
+            tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}
             special_tokens = {name: _content(token) for name, token in tokens.items() if token}
             source, with_tools = _configured(files)
             if own_file.exists():
-                path, source, with_tools = own_file, read_text(own_file), None
+                path, source = own_file, read_text(own_file)
+                with_tools = read_text(tools_file) if tools_file.exists() else None
             if source is not None and not source.strip():
                 raise ValueError("it is empty")
             return None if source is None else cls(source, special_tokens, with_tools)
@@ -123,6 +134,8 @@ class ChatTemplate:
             if calls := message.get("tool_calls"):
                 short = [{**call, "id": _short_id(call["id"])} if call.get("id") else call for call in calls]
                 message = {**message, "tool_calls": short}
+        if self._has_text_arguments and (calls := message.get("tool_calls")):
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
         if self._reads_thinking and (reasoning := message.get("reasoning_content")):
             message = {**message, "thinking": reasoning}
             if message.get("tool_calls") and (content := message.get("content")):
@@ -138,6 +151,12 @@ def _configured(files: ModelFiles) -> tuple[str | None, str | None]:
         named = {entry["name"]: entry["template"] for entry in configured}
         return named.get("default"), named.get("tool_use")
     return configured, None
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _short_id(call_id: str) -> str:

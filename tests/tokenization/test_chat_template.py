@@ -135,3 +135,18 @@ def test_a_template_for_tools_renders_only_conversations_with_tools() -> None:
     assert template.render([], [{"a": 1}]) == '[{"a": 1}]'
     assert "plain" in template.source
     assert "tojson" in template.source
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ '>' + tool['function']['arguments'] + '<' }}", '>{"a": "\u00fc"}<'),
+        ("{{ '>' + tool.function.arguments }}", '>{"a": "\u00fc"}'),
+        ("{{ '>' + tool['function']['arguments'] | tojson }}", '>{"a": "\u00fc"}'),
+        ("{{ tool.function.arguments.a }}", "\u00fc"),
+    ],
+)
+def test_deepseeks_templates_get_arguments_as_text(source: str, text: str) -> None:
+    calls = [{"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": "\u00fc"}}}]
+    template = ChatTemplate("{% for tool in messages[0].tool_calls %}" + source + "{% endfor %}", {})
+    assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}]) == text

@@ -265,6 +265,16 @@ def test_refusals_and_escapes_are_the_callers_error(source: str) -> None:
         render(source)
 
 
+def test_special_tokens_of_older_folders_are_in_a_map(tmp_path: Path) -> None:
+    config = {"chat_template": "{{ bos_token }}|{{ eos_token }}", "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": {"content": "<b>"}, "eos_token": "<e>"}')
+    newer = {**config, "added_tokens_decoder": {}}
+    for options, text in ((config, "<b>|<e>"), (newer, "|</s>")):
+        loaded = ChatTemplate.load(ModelFiles(tmp_path, options))
+        assert loaded is not None
+        assert loaded.render([]) == text
+
+
 def test_a_template_file_wins_and_a_named_list_has_a_default(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     files = ModelFiles(tmp_path, {"chat_template": named})
@@ -275,5 +285,10 @@ def test_a_template_file_wins_and_a_named_list_has_a_default(tmp_path: Path) -> 
     (tmp_path / "chat_template.jinja").write_text("file")
     loaded = ChatTemplate.load(files)
     assert loaded is not None
-    assert loaded.render([]) == "file"
+    assert loaded.render([]) == loaded.render([], [{"a": 1}]) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    loaded = ChatTemplate.load(files)
+    assert loaded is not None
+    assert (loaded.render([]), loaded.render([], [{"a": 1}])) == ("file", "with tools")
     assert ChatTemplate.load(ModelFiles(tmp_path / "none", {})) is None

@@ -200,6 +200,13 @@ FUNCTION_GEMMA = _calls(
     CallSyntax.KEY_VALUES, "<start_function_call>call:{}<end_function_call>", string_delimiter="<escape>"
 )
 GEMMA_4 = _calls(CallSyntax.KEY_VALUES, "<|tool_call>call:{}<tool_call|>", string_delimiter='<|"|>')
+SEED_OSS = replace(
+    QWEN_CODER,
+    section_open="<seed:tool_call>\n",
+    section_close="</seed:tool_call>",
+    key_end=">",
+    value_end="</parameter>\n",
+)
 PHI_4_MINI = _calls(CallSyntax.JSON_CALL, "{}", "functools[{}]", separator=", ")
 GRANITE_3 = replace(PHI_4_MINI, section_open="<|tool_call|>[")
 GRANITE_31 = replace(PHI_4_MINI, section_open="<tool_call>[")
@@ -207,6 +214,7 @@ GRANITE_31 = replace(PHI_4_MINI, section_open="<tool_call>[")
 HARMONY_CHANNELS = Channels()
 _THINK = Delimiters("<think>\n", "\n</think>")
 _REASONING: tuple[tuple[str, Delimiters], ...] = (
+    ("</seed:think>", Delimiters("<seed:think>", "</seed:think>")),
     ("[THINK]", Delimiters("[THINK]", "[/THINK]")),
     ("<|channel>", Delimiters("<|channel>thought\n", "<channel|>")),
     ("</think>", _THINK),
@@ -226,6 +234,7 @@ _CALLS: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
     (("<arg_key>",), GLM),
+    (("<seed:tool_call>",), SEED_OSS),
     (("<function=", "<parameter="), QWEN_CODER),
     (("<|tool|>", "<|/tool|>"), PHI_4_MINI),
     (("functools[",), PHI_4_MINI),

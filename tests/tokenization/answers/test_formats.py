@@ -13,6 +13,11 @@ THINK = Delimiters("<think>\n", "\n</think>")
     [
         ("<tool_call> </think>", formats.HERMES, THINK),
         ("<tool_call> <function= <parameter= <think>", formats.QWEN_CODER, THINK),
+        (
+            "<seed:tool_call> <function= <parameter= </seed:think>",
+            formats.SEED_OSS,
+            Delimiters("<seed:think>", "</seed:think>"),
+        ),
         ("<tool_call> <arg_key>", formats.GLM, None),
         ("[TOOL_CALLS] [THINK]", formats.MISTRAL_LIST, Delimiters("[THINK]", "[/THINK]")),
         ("[TOOL_CALLS] [ARGS]", formats.MISTRAL_NAMED, None),

@@ -78,6 +78,12 @@ RECORDED: Mapping[str, tuple[CallFormat, str, list[Call]]] = {
         "<function=f>\n<parameter=n>\nNone\n</parameter>\n<parameter=o>\nplain\n</parameter>\n</function>",
         [Call("f", {"n": None, "o": "plain"})],
     ),
+    "seed oss": (
+        formats.SEED_OSS,
+        "<seed:tool_call>\n<function=f>\n<parameter=k>v</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>",
+        TWO_CALLS,
+    ),
     "llama": (
         formats.LLAMA_JSON,
         '{"name": "f", "parameters": {"k": "v"}}; {"type": "function", "name": "g", "parameters": {}}',
