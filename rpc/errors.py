@@ -167,9 +167,21 @@ class ResourceExhausted(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """This server cannot take the request now; the caller should try another server, or try again later."""
+    """This server cannot take the request now; the caller should try another server, or try again later.
+
+    Attributes:
+        has_waited: whether the request has waited here as long as it may. A channel with retries then does
+            not send it again by itself, which would take as long each time.
+    """
 
     code = grpc.StatusCode.UNAVAILABLE
+    has_waited = False
+
+
+class NoWorker(Unavailable):
+    """No worker could take the request in the time for which it may wait for one."""
+
+    has_waited = True
 
 
 class DeadlineExceeded(ServiceError):

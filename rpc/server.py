@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter
 from quire.rpc.call_limits import READ_SECONDS, CallLimits, remember_parents
 from quire.rpc.channels import MAX_MESSAGE_BYTES, PING_TIMEOUTS
 from quire.rpc.ended_calls import end_raised
-from quire.rpc.errors import BadFileError, Internal, ServiceError, cannot_listen, to_status
+from quire.rpc.errors import BadFileError, Internal, ServiceError, Unavailable, cannot_listen, to_status
 from quire.rpc.health import READY, STARTING, STOPPING, Health, HealthServicer
 from quire.rpc.interceptors import OwnCalls, handler_kind
 from quire.rpc.request_intake import Memory, RequestIntake, unbounded
@@ -34,6 +34,8 @@ LOOK_SECONDS = 0.5
 TELL_SECONDS = 5.0
 """Interval at which a stopping server reports that number if it has not changed."""
 
+NO_RETRY = ("grpc-retry-pushback-ms", "-1")
+"""Trailing metadata by which a server tells a channel not to send a call again."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log = logging.getLogger("quire.grpc")
@@ -378,7 +380,11 @@ class _Call:
             _log.exception("call_failed", extra={"fields": {"method": self._method}})
             error = Internal("internal error; the server's log has the details")
         self.code = error.code
-        await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
+        status = rpc_status.to_status(to_status(error))
+        metadata = tuple(status.trailing_metadata)
+        if isinstance(error, Unavailable) and error.has_waited:
+            metadata += (NO_RETRY,)
+        await self._context.abort(status.code, status.details, metadata)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

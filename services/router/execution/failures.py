@@ -19,6 +19,7 @@ from quire.rpc.errors import (
     FailedPrecondition,
     Internal,
     InvalidArgument,
+    NoWorker,
     ResourceExhausted,
     ServiceError,
     Unavailable,
@@ -150,10 +151,10 @@ def to_service_error(
             return Internal(f"the {role} worker answered {code.name}", metadata=metadata)
 
 
-def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = None) -> Unavailable:
+def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = None) -> NoWorker:
     """Return the error of a request that found no decode worker that accepts requests, or may continue it."""
     if workers.serving("decode"):
-        return Unavailable(
+        return NoWorker(
             "the decode workers that began the answer have left, and others have other weights; begin again",
             reason="NO_DECODE_WORKER",
             metadata=metadata,
@@ -162,13 +163,14 @@ def no_decode_worker(workers: WorkerSet, metadata: Mapping[str, str] | None = No
         number = (
             "the only decode worker is" if len(draining) == 1 else f"all {len(draining)} decode workers are"
         )
-        return Unavailable(
-            f"{number} draining; end that with `quire admin drain --undo`, start another, or try again",
+        return NoWorker(
+            f"{number} draining; end that with `quire admin drain {draining[0].worker_id} --undo`, start "
+            "another, or try again",
             reason="DRAINING",
             metadata=metadata,
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
-    return Unavailable(
+    return NoWorker(
         "no decode worker takes requests; start one, or try again",
         reason="NO_DECODE_WORKER",
         metadata=metadata,

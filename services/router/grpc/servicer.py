@@ -18,7 +18,7 @@ from quire.rpc.errors import (
     RETRY_AFTER_SECONDS,
     FailedPrecondition,
     InvalidArgument,
-    Unavailable,
+    NoWorker,
 )
 from quire.rpc.health import READY, STOPPING, Health
 from quire.services.requests.embeddings import validate_embeddings
@@ -351,7 +351,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
             deadline: a reading of the clock.
 
         Raises:
-            Unavailable: no worker joined in that time.
+            NoWorker: no worker joined in that time.
             DeadlineExceeded: the deadline passed first.
         """
         if self._cluster.done():
@@ -390,8 +390,8 @@ def collected(responses: Sequence[pb.GenerateStreamResponse]) -> pb.GenerateResp
     )
 
 
-def _no_worker() -> Unavailable:
-    return Unavailable(
+def _no_worker() -> NoWorker:
+    return NoWorker(
         "no worker has joined yet; start prefill and decode workers, or try again",
         reason="NO_WORKER",
         retry_after_seconds=RETRY_AFTER_SECONDS,

@@ -161,5 +161,6 @@ def test_the_error_without_a_decode_worker_has_the_cause(num_draining: int, reas
     assert isinstance(error, Unavailable)
     assert error.reason == reason
     assert text in error.message
+    assert error.has_waited
     assert error.metadata == {"tokens_emitted": "2"}
     assert error.retry_after_seconds == RETRY_AFTER_SECONDS

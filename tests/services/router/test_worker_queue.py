@@ -12,7 +12,8 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from quire.client.errors import from_rpc_error
+from quire.client import AsyncClient
+from quire.client.errors import QuireError, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import DRAINING, Unavailable
@@ -159,6 +160,17 @@ async def test_requests_wait_and_reach_the_worker_in_their_order(cluster: Any) -
     assert cluster.metric(WAITING) == 0
 
 
+async def test_a_channel_does_not_repeat_a_request_that_has_waited(cluster: Any) -> None:
+    worker = await cluster.add("d", "decode")
+    await cluster.start(worker_wait_seconds=0.05)
+    await gone(cluster, worker)
+    async with AsyncClient(cluster.running.address) as client:
+        with pytest.raises(QuireError, match="drain d --undo"):
+            await client.generate([5], max_tokens=1)
+    labels = {"grpc_method": "Generate", "grpc_code": "UNAVAILABLE"}
+    assert cluster.metric("grpc_server_handled_total", **labels) == 1
+
+
 async def test_a_disconnect_frees_the_place(cluster: Any) -> None:
     worker = await cluster.add("d", "decode")
     stub = await cluster.start(worker_wait_seconds=SECONDS, max_requests=1)
@@ -264,7 +276,7 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_annou
             asking = asyncio.create_task(stream(stub, "r"))
             await until(lambda: running.metrics.registry.get_sample_value(WAITING) == 1)
             await running.finish()
-            with pytest.raises(grpc.aio.AioRpcError, match="no decode worker takes requests") as caught:
+            with pytest.raises(grpc.aio.AioRpcError, match="drain d --undo") as caught:
                 await asking
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
