@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, cast
 
 import typer
@@ -38,6 +39,6 @@ def ask_example(address: str) -> None:
         with Client(address, api_key=os.environ.get(variable("--api-key")), tls=tls) as client:
             answer = stream_answer(client, messages, sampling, lambda delta: write(delta.text))
         write(f"\n  {format_stats(answer)}\n\n")
-        write(f"Serving at {address}; Ctrl-C ends. Talk to it: quire chat --address {address}\n")
+        write(f"Serving at {address}; Ctrl-C ends. Talk to it: {sys.argv[0]} chat --address {address}\n")
     except (QuireError, OSError, typer.BadParameter) as error:
         typer.echo(f"the example failed: {error}", err=True)

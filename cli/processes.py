@@ -105,7 +105,7 @@ def router(*, config: ROUTER) -> None:
     from quire.services.router.app import run_router
     from quire.services.server.log import configure_logging
 
-    configure_logging(config.log_level, role="router")
+    configure_logging(config.log_level, process="router")
     with start_errors():
         asyncio.run(run_router(config))
 

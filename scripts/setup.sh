@@ -67,6 +67,7 @@ set_up() {
     if [ "$(cat "$VENV/.quire-$extra" 2>/dev/null)" = "$state" ]; then
         return
     fi
+    trap 'printf "\n==> interrupted; run it again to go on\n" >&2; exit 130' INT
     make_venv
     # An interrupted install must not leave an old stamp, and a new install must not keep links of removed
     # files.
@@ -80,10 +81,11 @@ set_up() {
     # shellcheck disable=SC2086
     "$VENV/bin/python" requirements/locked.py ${extra//,/ } >"$locked"
     pip_install --no-deps --require-hashes --no-build-isolation --requirement "$locked"
-    say "installing torch (the largest part, some minutes at the first time)"
+    say "installing torch (the largest part, some minutes at the first time; progress: $VENV/set-up.log)"
     pip_install --constraint requirements/torch.txt torch
     say "installing quire"
     pip_install --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+    trap - INT
     # dev contains everything that ./run needs.
     printf '%s\n' "$state" | tee "$VENV/.quire-$RUN_EXTRAS" >"$VENV/.quire-$extra"
 }

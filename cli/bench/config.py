@@ -102,20 +102,20 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         if self.dataset.is_file and self.dataset_path is None:
-            raise ValueError(f"{self.dataset} needs dataset-path")
+            raise ValueError(f"{self.dataset} needs --dataset-path")
         if not self.dataset.is_file and self.dataset_path is not None:
-            raise ValueError(f"dataset-path goes with sharegpt, mooncake and burstgpt, not {self.dataset}")
+            raise ValueError(f"--dataset-path goes with sharegpt, mooncake and burstgpt, not {self.dataset}")
         if self.trace_speed is not None and self.dataset not in TIMED:
-            raise ValueError(f"trace-speed needs a dataset with times: {', '.join(TIMED)}")
+            raise ValueError(f"--trace-speed needs a dataset with times: {', '.join(TIMED)}")
         if self.trace_speed is not None and self.rate is not None and self.dataset is not Dataset.AGENTS:
-            raise ValueError("rate and trace-speed both say when to send: give one of them")
+            raise ValueError("--rate and --trace-speed both say when to send: give one of them")
         if not self.limits_ms.keys() <= {*LATENCIES}:
             raise ValueError(f"goodput limits are of {', '.join(LATENCIES)}; got {', '.join(self.limits_ms)}")
         if not all(limit > 0 for limit in self.limits_ms.values()):
             raise ValueError(f"goodput limits must be above 0; got {' '.join(self.goodput or [])}")
         if self.shared_prefix_len > self.input_len:
             raise ValueError(
-                f"shared-prefix-len ({self.shared_prefix_len}) must be within input-len ({self.input_len})"
+                f"--shared-prefix-len ({self.shared_prefix_len}) is more than --input-len ({self.input_len})"
             )
 
     @property

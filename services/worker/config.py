@@ -40,7 +40,7 @@ def _transport_problem(name: str) -> str | None:
 
 def _lora_problem(named: tuple[str, ...]) -> str | None:
     bad = [each for each in named if not all(each.partition("=")[::2])]
-    return f"must be name=folder; got {bad[0]!r}" if bad else None
+    return f"must be name=folder or name=hub id; got {bad[0]!r}" if bad else None
 
 
 class DiskFolder(NamedTuple):

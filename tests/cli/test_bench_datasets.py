@@ -170,8 +170,8 @@ def test_two_routers_get_the_same_requests_in_turns(bench: Any, fake_generation:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": Dataset.MOONCAKE}, "mooncake needs dataset-path"),
-        ({"dataset_path": Path("x")}, "dataset-path goes with"),
+        ({"dataset": Dataset.MOONCAKE}, "mooncake needs --dataset-path"),
+        ({"dataset_path": Path("x")}, "--dataset-path goes with"),
         ({"trace_speed": 1.0}, "needs a dataset with times"),
         ({"goodput": ["ttft"]}, "must look like ttft:500; got ttft"),
         ({"goodput": ["ttft:nan"]}, "above 0; got ttft:nan"),

@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_serve_asks_an_example_once_ready(
     assert result.exit_code == 0, result.output
     assert "Blue is é🙂." in result.stdout
     assert "32 cached" in result.stdout
-    assert f"quire chat --address {fake_generation.address}" in result.stdout
+    assert f"{sys.argv[0]} chat --address {fake_generation.address}" in result.stdout
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
