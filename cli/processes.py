@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from quire.cli.failure import start_errors, usage_errors
+from quire.cli.failure import fail, start_errors, usage_errors
 from quire.cli.setting_options import OptionRules
 from quire.cli.spread import spread
 from quire.services.local.config import LocalStackConfig
@@ -68,6 +69,8 @@ def serve(
     from quire.services.local import stack as local_stack
 
     config = stack_config(worker, stack, router)
+    if config.ray is None:
+        _check_packages()
     on_ready = _ask_example if example else None
     with start_errors():
         if config.ray is None:
@@ -122,7 +125,13 @@ def decode(*, config: DECODE) -> None:
     _run_worker(config)
 
 
+def _check_packages() -> None:
+    if find_spec("torch") is None:
+        fail("workers need the extra 'worker': in quire's clone, run .venv/bin/pip install -e '.[worker]'")
+
+
 def _run_worker(config: WorkerConfig) -> None:
+    _check_packages()
     from quire.services.worker_process import run_worker
 
     with start_errors():

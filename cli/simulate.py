@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +51,8 @@ def simulate(
 
     if objective.find and plot is not None:
         raise typer.BadParameter("--plot compares policies on one cluster; leave out --find")
+    if plot is not None:
+        _check_plot(plot)
     try:
         connect = partial(AsyncClient, costs.calibrate or "", api_key=api_key, tls=encryption.files())
         calibration = _calibration(costs, connect).scaled_blocks(requested.trace_block)
@@ -63,6 +66,19 @@ def simulate(
     print_table(_table(trials, slo))
     kind = "find" if objective.find else "compare"
     typer.echo(json.dumps({"simulate": kind, **_summary(requests, requested.trace_block, slo, trials)}))
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse a picture that could not be written after the simulation."""
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "--plot needs the extra 'bench': in quire's clone, run .venv/bin/pip install -e '.[bench]'"
+        )
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in kinds:
+        raise typer.BadParameter(f"--plot must end with one of {', '.join(kinds)}; got {path.name}")
 
 
 def _calibration(costs: CalibrationOptions, connect: Callable[[], AsyncClient]) -> Calibration:

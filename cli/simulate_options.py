@@ -59,7 +59,14 @@ class RequestOptions:
     """Options of the requests to replay."""
 
     trace: Annotated[
-        Path | None, _option("--trace", "Replay this file, in the format of Mooncake's traces.", REQUESTS)
+        Path | None,
+        _option(
+            "--trace",
+            "Replay this file, in the format of Mooncake's traces.",
+            REQUESTS,
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None
     trace_block: Annotated[
         int, _option("--trace-block", "Tokens of one hash id in the trace.", REQUESTS, min=1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from quire.cli.bench.config import BenchConfig
 from quire.cli.failure import describe, fail, writable
 from quire.cli.results import print_table
 from quire.cli.spread import spread
+
+if TYPE_CHECKING:
+    from quire.client import AsyncClient
 
 
 @spread
@@ -44,6 +48,8 @@ def serve(
     try:
         tls = encryption.files()
         connects = [partial(replace(connection, address=each).client, AsyncClient, tls) for each in addresses]
+        for each, connect in zip(addresses, connects, strict=True):
+            asyncio.run(_check(each, connect))
         summaries = asyncio.run(run_bench(config, connects))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -59,3 +65,14 @@ def serve(
         if not summary.num_succeeded:
             failures = ", ".join(f"{status} {count} times" for status, count in summary.failures.items())
             fail(f"no request succeeded: {failures}")
+
+
+async def _check(address: str, connect: Callable[[], AsyncClient]) -> None:
+    """End the command with an error that names the router, if it does not answer."""
+    from quire.client import QuireError
+
+    async with connect() as client:
+        try:
+            await client.model_info()
+        except QuireError as error:
+            fail(describe(error, address))

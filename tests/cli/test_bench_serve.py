@@ -88,6 +88,13 @@ def test_prompts_that_do_not_fit_are_a_usage_error(quire: Quire, fake_generation
     assert "exceed the model's 512 tokens" in result.stderr
 
 
+def test_the_server_that_does_not_answer_is_named(quire: Quire, fake_generation: Any) -> None:
+    result = quire("bench", "serve", "--address", fake_generation.address, "--compare", "127.0.0.1:2")
+    assert result.exit_code == 1
+    assert "127.0.0.1:2" in result.stderr
+    assert fake_generation.address not in result.stderr
+
+
 @pytest.mark.parametrize("compare", [[], ["--compare", "127.0.0.1:2"]])
 def test_no_server_is_an_error(quire: Quire, compare: list[str]) -> None:
     result = quire("bench", "serve", "--address", "127.0.0.1:1", *compare)

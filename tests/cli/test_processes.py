@@ -402,3 +402,13 @@ def test_a_model_with_a_damaged_file_ends_the_command_with_one_sentence(
     assert done.returncode == 1
     assert done.stderr.strip().startswith(message.format(folder=folder))
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("verb", ["serve", "prefill", "decode"])
+def test_workers_without_their_packages_name_the_extra_to_install(
+    quire: Quire, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr("quire.cli.processes.find_spec", lambda name: None)
+    result = quire(verb)
+    assert result.exit_code == 1
+    assert "in quire's clone, run .venv/bin/pip install -e '.[worker]'" in result.stderr

@@ -72,11 +72,12 @@ def test_the_smallest_cluster_is_searched() -> None:
     ("arguments", "message"),
     [
         (("--calibration", "/nowhere"), "is not a calibration"),
-        (("--trace", "/nowhere"), "No such file"),
         (("--calibrate", "127.0.0.1:1"), "127.0.0.1:1"),
         ((*SMALL, "--find", "--ttft", "0.000001", "--max-workers", "2"), "2 workers do not suffice"),
         ((*SMALL, "--one-machine"), "no shares of the processors"),
         (("--find", "--plot", "x.png"), "leave out --find"),
+        (("--plot", "x.xyz"), "--plot must end with one of"),
+        (("--trace", "/nonexistent.jsonl"), "does not exist"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: tuple[str, ...], message: str) -> None:
