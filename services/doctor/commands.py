@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from quire.rpc.errors import BadFileError
 from quire.services.doctor.machine import Finding, check_machine
 from quire.services.doctor.surroundings import check_open_files, check_ports, check_redis, check_tls
 from quire.services.local.config import LocalStackConfig
@@ -64,4 +66,15 @@ def _check_public_side(config: RouterConfig) -> Iterator[Finding]:
         yield Finding("problem", "packages", "the HTTP API needs the extra http", remedy)
     yield check_tls("public", config.public_tls)
     yield check_tls("cluster", config.cluster_tls)
+    if config.api_keys_file is not None:
+        yield _check_keys(config.api_keys_file)
     yield check_open_files(config.max_requests)
+
+
+def _check_keys(path: Path) -> Finding:
+    from quire.services.router.tenants.api_keys import read_keys
+
+    try:
+        return Finding("ok", "api keys", f"{path}: {len(read_keys(path))}")
+    except BadFileError as error:
+        return Finding("problem", "api keys", str(error), "quire keys new makes a line")

@@ -17,6 +17,7 @@ from quire.engine.runner.control_groups import ControlGroups
 from quire.engine.runner.processors import Core
 from quire.services.doctor import machine, surroundings
 from quire.services.local.redis_process import RedisProcess
+from quire.services.router.tenants.api_keys import Tenant, new_key
 
 Quire = Callable[..., Result]
 FREE = ("--port", "0", "--metrics-port", "0")
@@ -173,3 +174,14 @@ def test_folders_that_are_there_or_can_be_made_are_no_problem(quire: Quire, tmp_
     result = quire("doctor", "decode", *words)
     assert result.exit_code == 0, result.output
     assert not cache.parent.exists()
+
+
+def test_a_file_of_keys_is_read(quire: Quire, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(new_key(Tenant("blue")).line + "\n")
+    words = ("doctor", "router", *FREE, "--worker", "127.0.0.1:9000", "--api-keys", str(keys))
+    assert line_of(quire(*words), "api keys").startswith("ok api keys")
+    keys.write_text("no key")
+    result = quire(*words)
+    assert result.exit_code == 1
+    assert line_of(result, "api keys").startswith("problem api keys")

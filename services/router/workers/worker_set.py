@@ -182,7 +182,7 @@ class WorkerSet:
         Then other workers are preferred for another ``PENALTY_SECONDS``.
         """
         if worker.health.failed():
-            _log.warning("worker_set_aside", worker=worker.worker_id)
+            _tell(worker)("worker_set_aside", worker=worker.worker_id)
         return self._probing.ask_until_answered(worker)
 
     @contextmanager
@@ -368,7 +368,7 @@ class WorkerSet:
             return
         del self._workers[worker.address]
         self._watches.pop(worker).cancel()
-        _log.warning("worker_left", worker=worker.worker_id, address=worker.address, reason=reason)
+        _tell(worker)("worker_left", worker=worker.worker_id, address=worker.address, reason=reason)
         for forget in self._on_leave:
             forget(worker.worker_id)
         worker.health.left()
@@ -428,3 +428,8 @@ def _state(worker: Worker) -> str:
     if health.has_vanished:
         return "silent"
     return "serving" if worker.can_serve else "set aside"
+
+
+def _tell(worker: Worker) -> Callable[..., None]:
+    """Return how to log that a worker does not answer: nothing is wrong if it was told to drain."""
+    return _log.info if worker.health.is_draining else _log.warning

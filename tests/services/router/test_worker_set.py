@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -63,6 +64,22 @@ async def test_static_workers_join_drain_and_leave(cluster: Any, make_set: Any) 
     await second.server.stop()
     await workers.refresh()
     assert ids_of(workers) == []
+
+
+@pytest.mark.parametrize(("is_drained", "level"), [(True, logging.INFO), (False, logging.WARNING)])
+async def test_a_worker_that_was_drained_leaves_without_a_warning(
+    cluster: Any, make_set: Any, caplog: pytest.LogCaptureFixture, is_drained: bool, level: int
+) -> None:
+    worker = await cluster.add("d", "decode")
+    workers = make_set(StaticMembership([worker.server.address]))
+    await workers.refresh()
+    if is_drained:
+        await worker.begin_to_stop()
+        await workers.refresh()
+    with caplog.at_level(logging.INFO, "quire.router"):
+        await worker.server.stop()
+        await workers.refresh()
+    assert [each.levelno for each in caplog.records if each.message == "worker_left"] == [level]
 
 
 async def test_a_record_that_lags_behind_does_not_undo_a_drain(cluster: Any, make_set: Any) -> None:
