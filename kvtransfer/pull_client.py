@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple, Self
 
-import grpc
 import grpc.aio
 
 from quire.kvindex.kv_layout import KvLayout

@@ -9,7 +9,6 @@ from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, Self
 
-import grpc
 import grpc.aio
 
 from quire.kvindex.kv_layout import KvLayout

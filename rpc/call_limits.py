@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import grpc
-import grpc.aio
 
 from quire.rpc.ended_calls import CallEnd, end_of
 from quire.rpc.interceptors import OwnCalls, handler_kind

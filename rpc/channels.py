@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 
 from quire.rpc.proof import Caller, Peer

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
-import grpc
 import grpc.aio
 
 from quire.rpc.errors import ServiceError

@@ -21,7 +21,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from quire.rpc.loopback import REMEDY

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import grpc
 import grpc.aio
 
 from quire.rpc.errors import BadFileError

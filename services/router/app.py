@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import grpc.aio
 
 from quire.engine.engine_thread import EngineThread

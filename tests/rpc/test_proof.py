@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-import grpc
 import grpc.aio
 import pytest
 from hypothesis import given

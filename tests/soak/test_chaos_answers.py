@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import grpc
 import grpc.aio
 
 from quire.protos import inference_pb2 as pb

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import grpc.aio
 import numpy as np
 from prometheus_client import CollectorRegistry

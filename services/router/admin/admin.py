@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, suppress
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from quire.protos import worker_pb2

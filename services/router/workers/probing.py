@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 
 from quire.rpc.channels import ChannelClosedError

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 

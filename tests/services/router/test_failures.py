@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import grpc
 import grpc.aio
 import pytest
 from grpc_status import rpc_status

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 from unittest.mock import Mock
 
-import grpc
 import grpc.aio
 import pytest
 

@@ -7,7 +7,6 @@ from random import Random
 from typing import cast
 from unittest.mock import Mock
 
-import grpc
 import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
-import grpc
 import grpc.aio
 import pytest
 

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import grpc
 import grpc.aio
 import redis.asyncio
 import trustme

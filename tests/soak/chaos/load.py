@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-import grpc
 import grpc.aio
 
 from quire.client.errors import from_rpc_error

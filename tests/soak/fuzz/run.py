@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 
 import aiohttp
-import grpc
 import grpc.aio
 import psutil
 from rich.console import Console
