@@ -38,7 +38,6 @@ from quire.engine.sequences.block_tokens import Describe
 from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import (
-    HashBlock,
     ScheduledSequence,
     Sequence,
     SequenceStatus,
@@ -109,7 +108,6 @@ class Engine:
         model: the model.
         memory: the model's KV blocks.
         config: the limits of a step.
-        hash_block: computes the hash of a full block.
         max_model_len: most tokens of a sequence; None means what the model and the pool allow.
         parts: the optional parts; None means that there are none.
     """
@@ -119,7 +117,6 @@ class Engine:
         model: LoadedModel,
         memory: KvMemory,
         config: SchedulerConfig,
-        hash_block: HashBlock,
         max_model_len: int | None = None,
         parts: EngineParts | None = None,
     ) -> None:
@@ -136,7 +133,6 @@ class Engine:
         self.tables = tables = ledger(
             self.pool,
             config.block_size,
-            hash_block,
             memory.shape.window or model.window,
             config.max_num_batched_tokens,
             self.tiers,

@@ -24,7 +24,7 @@ from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.adapters import Adapter
 from quire.engine.weights.loader import load_model
-from quire.kvindex.block_hash import CacheScope, block_hash, root_hash
+from quire.kvindex.block_hash import CacheScope, root_hash
 from quire.llm.adapters import find_adapter, load_adapters
 from quire.llm.batch import run_batch
 from quire.llm.config import LLMConfig, takes_fields_of
@@ -374,7 +374,7 @@ def _make_engine(config: LLMConfig, device: torch.device, ranks: Ranks | None) -
     swap_memory = allocate_swap_space(config, memory)
     parts = EngineParts(
         swap_memory=swap_memory,
-        speculator=make_speculator(config, draft, loaded, memory, limits, block_hash),
+        speculator=make_speculator(config, draft, loaded, memory, limits),
         runner=None if ranks is None else ParallelRunner(loaded, memory, swap_memory, ranks),
     )
-    return Engine(loaded, memory, limits, block_hash, config.max_model_len, parts)
+    return Engine(loaded, memory, limits, config.max_model_len, parts)

@@ -14,7 +14,6 @@ from quire.engine.model.check import AttentionCall, KvHeads
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -52,7 +51,7 @@ def make_engine(
     shape = model.kv_shape(block_size)
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
     memory = KvMemory(shape, num_blocks, CPU)
-    return Engine(model, memory, limits, block_hash)
+    return Engine(model, memory, limits)
 
 
 def as_sequence(index: int, prompt: list[int], params: SamplingParams) -> Sequence:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.tiers import CacheTiers
 from quire.engine.sequences.block_tokens import BlockTokens, Describe, PartialHit
-from quire.engine.sequences.sequence import NO_BLOCK, HashBlock, Sequence, SequenceStatus
+from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceStatus
 
 _MIN_PARTIAL_HIT = 0.25
 """Smallest matching share of a block's tokens for which copying the block is faster than computing them."""
@@ -30,7 +30,6 @@ class BlockTables:
     Args:
         pool: the blocks.
         block_size: tokens per block.
-        hash_block: computes the hash of a full block.
         window: how many tokens a token attends to, including itself; None means all tokens before it.
         max_step_tokens: most tokens of a step; they need blocks in addition to those of the window.
         tiers: the prefix cache below the pool; None means that there is none.
@@ -41,7 +40,6 @@ class BlockTables:
 
     pool: BlockPool
     block_size: int
-    hash_block: HashBlock
     window: int | None = None
     max_step_tokens: int = 0
     tiers: CacheTiers | None = None
@@ -58,7 +56,7 @@ class BlockTables:
 
         For a sequence that is computed here, ``max_tokens`` excludes the last token, whose logits are needed.
         """
-        sequence.extend_hashes(self.block_size, self.hash_block)
+        sequence.extend_hashes(self.block_size)
         max_tokens = min(max_tokens, sequence.max_cached_tokens)
         block_ids = self.pool.look_up(sequence.block_hashes[: max_tokens // self.block_size])
         self.pool.share(block_ids)
@@ -94,7 +92,7 @@ class BlockTables:
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of all full blocks that a sequence may take from the cache."""
-        sequence.extend_hashes(self.block_size, self.hash_block)
+        sequence.extend_hashes(self.block_size)
         return sequence.block_hashes[: sequence.max_cached_tokens // self.block_size]
 
     def bring_prefix(self, sequence: Sequence) -> None:
@@ -205,7 +203,7 @@ class BlockTables:
         num_full = min(sequence.num_computed_tokens, sequence.num_exact_tokens) // self.block_size
         if num_full == sequence.num_sealed_blocks:
             return
-        sequence.extend_hashes(self.block_size, self.hash_block)
+        sequence.extend_hashes(self.block_size)
         self.seal_blocks(sequence, num_full)
 
     def seal_blocks(self, sequence: Sequence, num_full: int) -> None:

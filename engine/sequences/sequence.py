@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -18,13 +17,11 @@ from quire.engine.errors import RequestFailedError
 from quire.engine.sequences.pooling import PooledPrompt
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.kernels.metadata import Adapter
+from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 
 NO_BLOCK = -1
 """Entry of a block table for a block that was freed, since no later token attends to it."""
-
-HashBlock = Callable[[bytes, list[int]], bytes]
-"""Function that returns the hash of a full block, from its parent's hash and its tokens."""
 
 
 class SequenceStatus(IntEnum):
@@ -225,11 +222,11 @@ class Sequence:
         """
         return self.num_tokens if self.params.num_sequences == 1 else self.num_tokens - 1
 
-    def extend_hashes(self, block_size: int, hash_block: HashBlock) -> None:
+    def extend_hashes(self, block_size: int) -> None:
         """Hash every full block of ``token_ids`` that has no hash yet."""
         for index in range(len(self.block_hashes), self.num_tokens // block_size):
             tokens = self.token_ids[index * block_size : (index + 1) * block_size]
-            self.block_hashes.append(hash_block(self.parent_hash(index), tokens))
+            self.block_hashes.append(block_hash(self.parent_hash(index), tokens))
 
     def parent_hash(self, index: int) -> bytes:
         """Return the hash of the block before ``index``; the root hash for index 0."""

@@ -19,7 +19,7 @@ from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.sampler import sample
-from quire.engine.sequences.sequence import HashBlock, ScheduledSequence, Sequence
+from quire.engine.sequences.sequence import ScheduledSequence, Sequence
 from quire.engine.speculation.speculator import DraftRequest
 from quire.engine.weights.loader import LoadedModel
 
@@ -50,7 +50,6 @@ class DraftProposer:
         model: the draft model.
         memory: the draft model's KV blocks.
         limits: limits of the engine's steps, which also apply to the draft model.
-        hash_block: computes the hash of a full block.
         eos_token_ids: end-of-sequence tokens of the model that verifies.
     """
 
@@ -59,11 +58,10 @@ class DraftProposer:
         model: LoadedModel,
         memory: KvMemory,
         limits: SchedulerConfig,
-        hash_block: HashBlock,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.pool = pool_of(memory)
-        self._tables = BlockTables(self.pool, limits.block_size, hash_block)
+        self._tables = BlockTables(self.pool, limits.block_size)
         self._max_step_tokens = limits.max_num_batched_tokens
         self._runner = ModelRunner(model, memory)
         self._max_num_tokens = model.max_position_embeddings

@@ -10,7 +10,6 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.scheduler import SchedulerConfig
-from quire.engine.sequences.sequence import HashBlock
 from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Speculator
@@ -54,7 +53,6 @@ def make_speculator(
     model: LoadedModel,
     memory: KvMemory,
     limits: SchedulerConfig,
-    hash_block: HashBlock,
 ) -> Speculator | None:
     """Return the speculator of an engine; None if speculation is off.
 
@@ -65,7 +63,6 @@ def make_speculator(
         memory: the model's KV blocks. The draft model gets the same number, so it does not run out of blocks
             first.
         limits: limits of the engine's steps.
-        hash_block: computes the hash of a full block.
 
     Raises:
         SettingError: one of the models has layers with a state.
@@ -78,7 +75,7 @@ def make_speculator(
         )
     if draft is not None:
         draft_memory = KvMemory(draft.kv_shape(limits.block_size), memory.num_blocks, memory.device)
-        drafter = DraftProposer(draft, draft_memory, limits, hash_block, model.eos_token_ids)
+        drafter = DraftProposer(draft, draft_memory, limits, model.eos_token_ids)
         return Speculator(drafter, config.num_speculative_tokens)
     if config.speculation == "ngram":
         return Speculator(NgramProposer(), config.num_speculative_tokens)

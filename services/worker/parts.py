@@ -12,7 +12,6 @@ import grpc.aio
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.structured_output.grammar import GrammarCompiler
-from quire.kvindex.block_hash import block_hash
 from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports
 from quire.rpc.channels import ChannelPool
@@ -110,7 +109,7 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
         blocks=BlockReader(memory, await engine.call(lambda e: e.pool)),
         channels=channels,
         transports=transports,
-        puller=PrefixPuller(engine, memory, identity.layout, block_hash, channels, transfers, transports),
+        puller=PrefixPuller(engine, memory, identity.layout, channels, transfers, transports),
         transfers=transfers,
         prompts=prompts,
     )

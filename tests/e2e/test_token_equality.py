@@ -17,7 +17,6 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import load_model
-from quire.kvindex.block_hash import block_hash
 from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.local.stack import RunningStack
@@ -54,7 +53,7 @@ async def test_a_kv_budget(stack: RunningStack, tiny_model: Any, expected: Expec
     prompt = make_prompt(200, seed=41)
     loaded = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
     memory = KvMemory(loaded.kv_shape(16), 64, torch.device("cpu"))
-    engine = Engine(loaded, memory, SchedulerConfig(), block_hash)
+    engine = Engine(loaded, memory, SchedulerConfig())
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64, kv_budget_tokens=64)
     sequence = Sequence("r", list(prompt), len(prompt), params, b"")
     engine.add_request(sequence)
@@ -134,7 +133,7 @@ async def test_rules_and_prompt_logprobs_cross_two_processes(
     sequence = Sequence("r", list(prompt), len(prompt), sampling, b"")
     model = load_model(str(tiny_model("llama")), "float32", torch.device("cpu"))
     memory = KvMemory(model.kv_shape(16), 16, torch.device("cpu"))
-    engine = Engine(model, memory, SchedulerConfig(), block_hash)
+    engine = Engine(model, memory, SchedulerConfig())
     engine.add_request(sequence)
     expected: list[int] = []
     while not engine.is_idle:

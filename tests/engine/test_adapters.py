@@ -20,7 +20,7 @@ from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.adapters import UnsupportedAdapterError, load_adapter
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.metadata import Adapter
-from quire.kvindex.block_hash import CacheScope, block_hash, root_hash
+from quire.kvindex.block_hash import CacheScope, root_hash
 from tests.testing.adapters import logprobs_by_formula
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, output, run, run_in_order
 
@@ -175,7 +175,7 @@ def test_a_draft_model_runs_without_the_adapter(llama: LoadedModel, adapters: li
         return [with_adapter(make_request(f"{at}", prompts[at]), users[at]) for at in range(3)]
 
     memory, limits = KvMemory(llama.kv_shape(16), 64, CPU), SchedulerConfig(16, 16, 128)
-    drafter = DraftProposer(llama, memory, limits, block_hash, llama.eos_token_ids)
+    drafter = DraftProposer(llama, memory, limits, llama.eos_token_ids)
     accepted: list[int] = []
     speculator = Speculator(drafter, 3)
     engine = make_engine(llama, speculator=speculator)

@@ -15,10 +15,7 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 8
 
 
 def make_tables(window: int | None = None, num_blocks: int = NUM_BLOCKS) -> BlockTables:
-    def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-        return parent + bytes(tokens)
-
-    return BlockTables(BlockPool(num_blocks), BLOCK_SIZE, hash_block, window)
+    return BlockTables(BlockPool(num_blocks), BLOCK_SIZE, window)
 
 
 def make_sequence(num_tokens: int, first_token: int = 0, **params: Any) -> Sequence:

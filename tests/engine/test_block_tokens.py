@@ -7,6 +7,7 @@ from array import array
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.sequences.block_tokens import MAX_SIBLINGS, BlockTokens
 from quire.engine.sequences.sequence import Sequence
+from quire.kvindex.block_hash import block_hash
 from quire.kvindex.publish_ledger import BlockContent
 from quire.sampling.params import SamplingParams
 
@@ -14,7 +15,7 @@ from quire.sampling.params import SamplingParams
 def hold(pool: BlockPool, known: BlockTokens, token_ids: list[int]) -> int:
     """Seal and free a block of four tokens; return its id."""
     sequence = Sequence("r", token_ids, len(token_ids), SamplingParams(), b"root")
-    sequence.extend_hashes(4, lambda parent, tokens: parent + bytes(tokens))
+    sequence.extend_hashes(4)
     [block_id] = pool.allocate(1)
     pool.seal(block_id, sequence.block_hashes[0])
     known.remember(sequence, 0, 1, 4)
@@ -65,7 +66,8 @@ def test_the_tokens_of_blocks_are_reported_at_each_use() -> None:
     for _ in range(2):
         hold(pool, known, [1, 2, 3, 4])
         pool.free(pool.allocate(2))  # evicts it
-    assert told == [(b"root\x01\x02\x03\x04", (b"root", array("I", [1, 2, 3, 4]), True))] * 2
+    expected = block_hash(b"root", [1, 2, 3, 4])
+    assert told == [(expected, (b"root", array("I", [1, 2, 3, 4]), True))] * 2
 
 
 def test_a_block_that_the_pool_lacks_is_not_reported() -> None:
@@ -73,7 +75,7 @@ def test_a_block_that_the_pool_lacks_is_not_reported() -> None:
     told: list[tuple[bytes, BlockContent]] = []
     known = BlockTokens(pool, told.extend)
     sequence = Sequence("r", [*range(8)], 8, SamplingParams(), b"root")
-    sequence.extend_hashes(4, lambda parent, tokens: parent + bytes(tokens))
+    sequence.extend_hashes(4)
     pool.seal(pool.allocate(1)[0], sequence.block_hashes[0])
     known.remember(sequence, 0, 2, 4)
     assert [block_hash for block_hash, _ in told] == sequence.block_hashes[:1]

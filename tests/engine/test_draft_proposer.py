@@ -15,7 +15,6 @@ from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, make_request, output, run
 from tests.testing.tiny_models import make_random_model
 
@@ -24,7 +23,7 @@ Load = Callable[[str], LoadedModel]
 
 def make_proposer(model: LoadedModel, num_blocks: int = 32, budget: int = 64) -> DraftProposer:
     memory = KvMemory(model.kv_shape(BLOCK_SIZE), num_blocks, CPU)
-    return DraftProposer(model, memory, SchedulerConfig(BLOCK_SIZE, 4, budget), block_hash, frozenset())
+    return DraftProposer(model, memory, SchedulerConfig(BLOCK_SIZE, 4, budget), frozenset())
 
 
 def test_the_model_as_its_own_draft_is_always_right(load: Load) -> None:

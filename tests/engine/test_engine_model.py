@@ -243,7 +243,7 @@ def make_engine(
         runner=runner,
         clock=lambda: 0.0,
     )
-    engine = Engine(model, memory, limits, hash_block, parts=parts)
+    engine = Engine(model, memory, limits, parts=parts)
     runner.ref_cnt = engine.pool.ref_cnt
     return engine
 
@@ -605,7 +605,7 @@ class TieredEngineMachine(EngineMachine):
         self.unpin()
         prompt, _ = self.adapt(prompt, SamplingParams())
         sequence = Sequence("pin", list(prompt), len(prompt), SamplingParams(), b"root")
-        sequence.extend_hashes(BLOCK_SIZE, hash_block)
+        sequence.extend_hashes(BLOCK_SIZE)
         self.pinned = self.command(lambda e: e.pin("pin", sequence.block_hashes)), prompt
         self.engine.check_conservation()
 

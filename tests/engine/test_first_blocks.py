@@ -17,7 +17,6 @@ from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence
-from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from tests.testing.tiny_engine import make_request
 
@@ -35,7 +34,7 @@ class Ledger:
         memory = KvMemory(SHAPE, NUM_BLOCKS, CPU)
         self.tiers = CacheTiers(memory, HostCache(KvMemory(SHAPE, NUM_BLOCKS, CPU)))
         self.pool = BlockPool(NUM_BLOCKS, lower=self.tiers)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash, tiers=self.tiers)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE, tiers=self.tiers)
         self.queues = GroupQueues(self.pool)
         self.first_blocks = FirstBlocks(self.queues, self.tables, self.tiers)
 

@@ -21,7 +21,6 @@ from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.cpu.products.amx_product import FLOAT32
-from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, run, run_in_order
 
 pytestmark = pytest.mark.slow
@@ -89,7 +88,7 @@ def test_blocks_of_8_bits_give_close_logprobs(stored: str, load: Load) -> None:
 
     def logprobs(kv_cache_dtype: str) -> list[float]:
         memory = KvMemory(model.kv_shape(16, kv_cache_dtype), 64, CPU)
-        engine = Engine(model, memory, SchedulerConfig(max_num_batched_tokens=23), block_hash)
+        engine = Engine(model, memory, SchedulerConfig(max_num_batched_tokens=23))
         sequence = make_request("r", prompt, max_tokens=1, num_prompt_logprobs=1)
         run_in_order(engine, sequence)
         return [each.logprob for each in sequence.prompt_logprobs]

@@ -16,7 +16,6 @@ from quire.engine.kv_cache.window_pool import WindowPool
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kvindex.block_hash import block_hash
 from tests.testing import windows
 from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output
 from tests.testing.tiny_engine import make_request as make_any_request
@@ -150,7 +149,7 @@ def test_8_bit_blocks_in_frames_give_the_bits_of_flat_ones(load: Load, architect
     for is_flat in (False, True):
         shape = model.kv_shape(BLOCK_SIZE, "int8")
         memory = KvMemory(shape.flat if is_flat else shape, 64, torch.device("cpu"))
-        engine = Engine(model, memory, SchedulerConfig(BLOCK_SIZE, 8, 32), block_hash)
+        engine = Engine(model, memory, SchedulerConfig(BLOCK_SIZE, 8, 32))
         request = make_request("r", 90, max_tokens=60)
         engine.add_request(request)
         while not engine.is_idle:

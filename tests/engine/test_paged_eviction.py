@@ -14,7 +14,6 @@ from quire.engine.sequences.paged_eviction import importance
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, run, run_in_order
@@ -87,7 +86,7 @@ def test_only_the_prompt_is_shared(model: LoadedModel) -> None:
     held = len(engine.pool.look_up(first.block_hashes))
     assert held == first.num_prompt_tokens // BLOCK_SIZE
     after = Sequence("after", first.token_ids[:], 280, SamplingParams(max_tokens=1), b"root")
-    after.extend_hashes(BLOCK_SIZE, block_hash)
+    after.extend_hashes(BLOCK_SIZE)
     assert len(engine.pool.look_up(after.block_hashes)) == held
     assert run_in_order(engine, make_request("again")) == [tokens]
 

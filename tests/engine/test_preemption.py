@@ -18,7 +18,6 @@ from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.testing.tiny_engine import BLOCK_SIZE, make_engine, make_prompt, make_request, run
 
@@ -70,7 +69,7 @@ class Ledger:
 
     def __init__(self, num_host_blocks: int = 8, *, prefers_swap: bool = True) -> None:
         self.pool = BlockPool(8)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(num_host_blocks)
         self.swapping = Swapping(self.queues, self.tables, self.swap_space)

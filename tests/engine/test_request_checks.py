@@ -10,14 +10,13 @@ from quire.engine.errors import KvBudgetError, RequestTooLongError
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.scheduling.request_checks import RequestChecks
 from quire.engine.sequences.block_tables import BlockTables
-from quire.kvindex.block_hash import block_hash
 from tests.testing.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
 
 def make_checks(
     num_blocks: int = 10, max_model_len: int = 1000, has_windows: bool = False, can_rank_blocks: bool = True
 ) -> RequestChecks:
-    tables = BlockTables(BlockPool(num_blocks), BLOCK_SIZE, block_hash)
+    tables = BlockTables(BlockPool(num_blocks), BLOCK_SIZE)
     return RequestChecks(has_windows, tables, 4, max_model_len, can_rank_blocks)
 
 

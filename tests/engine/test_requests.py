@@ -14,7 +14,6 @@ from quire.engine.scheduling.sequence_group import SequenceGroup, SwappedTables
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.sequence import Sequence, SequenceStatus
 from quire.engine.sequences.stop_rules import StopRules
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.testing.tiny_engine import BLOCK_SIZE, make_prompt, make_request
 
@@ -25,7 +24,7 @@ class Ledger:
     def __init__(self) -> None:
         self.now = 0.0
         self.pool = BlockPool(16)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE)
         self.queues = GroupQueues(self.pool)
         self.swap_space = SwapSpace(4)
         checks = RequestChecks(False, self.tables, max_num_seqs=4, max_model_len=100)

@@ -23,17 +23,13 @@ from tests.testing.tiny_engine import make_engine, make_prompt, make_request, ru
 BLOCK_SIZE = 4
 
 
-def hash_block(parent: bytes, tokens: list[int]) -> bytes:
-    return parent + bytes(tokens)
-
-
 class Bench:
     """A scheduler, and the parts that it works with."""
 
     def __init__(self, num_blocks: int = 32, max_num_seqs: int = 4, budget: int = 16) -> None:
         config = SchedulerConfig(BLOCK_SIZE, max_num_seqs, budget)
         self.pool = BlockPool(num_blocks)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, hash_block)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE)
         self.queues = GroupQueues(self.pool)
         swapping = Swapping(self.queues, self.tables, SwapSpace(0))
         self.preemption = Preemption(self.queues, self.tables, swapping, lambda num_tokens, num_blocks: False)

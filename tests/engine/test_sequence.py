@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.sequences.sequence import NO_BLOCK, Sequence, SequenceStatus, TokenLogprobs
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from tests.testing.tiny_engine import make_request
 
@@ -17,10 +16,10 @@ tokens = st.lists(st.integers(2, 5), min_size=1, max_size=30)
 @given(tokens, st.lists(st.integers(1, 6), max_size=6))
 def test_hashes_do_not_depend_on_when_they_are_computed(token_ids: list[int], parts: list[int]) -> None:
     at_once, in_parts = make_request("r", token_ids), make_request("r", token_ids[:1])
-    at_once.extend_hashes(SIZE, block_hash)
+    at_once.extend_hashes(SIZE)
     for num_tokens in [*parts, len(token_ids)]:
         in_parts.token_ids += token_ids[in_parts.num_tokens :][:num_tokens]
-        in_parts.extend_hashes(SIZE, block_hash)
+        in_parts.extend_hashes(SIZE)
     assert in_parts.block_hashes == at_once.block_hashes
     assert len(at_once.block_hashes) == len(token_ids) // SIZE
 
@@ -29,7 +28,7 @@ def test_hashes_do_not_depend_on_when_they_are_computed(token_ids: list[int], pa
 def test_blocks_have_equal_hashes_only_after_equal_prefixes(one: list[int], two: list[int]) -> None:
     first, second = make_request("r", one), make_request("r", two)
     for each in (first, second):
-        each.extend_hashes(SIZE, block_hash)
+        each.extend_hashes(SIZE)
     for index, hashes in enumerate(zip(first.block_hashes, second.block_hashes, strict=False)):
         end = (index + 1) * SIZE
         assert (hashes[0] == hashes[1]) == (one[:end] == two[:end])
@@ -86,7 +85,7 @@ def test_with_a_budget_only_the_prompt_is_exact_and_its_last_token_is_computed()
 def test_a_copy_shares_no_list_that_either_changes() -> None:
     request = make_request("r", [5] * 6, presence_penalty=1.0, seed=2**64 - 1)
     request.block_table, request.draft_token_ids = [3, NO_BLOCK], [8]
-    request.extend_hashes(SIZE, block_hash)
+    request.extend_hashes(SIZE)
     copy = request.copy(index=1)
     copy.token_ids.append(9)
     copy.block_table.append(4)

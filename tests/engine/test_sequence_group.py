@@ -12,7 +12,6 @@ from quire.engine.scheduling.sequence_group import SequenceGroup
 from quire.engine.sequences.beam_search import BeamExtension, BeamSearch
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.testing.tiny_engine import BLOCK_SIZE, RecordingRunner, make_engine, make_prompt, make_request, run
 
@@ -47,7 +46,7 @@ def test_samples_share_the_prompt_and_copy_only_its_last_block(load: Callable[[s
 
 def make_group(**params: Any) -> tuple[SequenceGroup, BlockTables]:
     """Return a group whose prompt of three blocks is computed, and the tables that hold it."""
-    tables = BlockTables(BlockPool(16), BLOCK_SIZE, block_hash)
+    tables = BlockTables(BlockPool(16), BLOCK_SIZE)
     prompt = make_request("r", make_prompt(2 * BLOCK_SIZE + 1), **params)
     tables.reserve(prompt)
     prompt.num_computed_tokens = prompt.num_tokens

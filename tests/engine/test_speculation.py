@@ -19,7 +19,6 @@ from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.ngram_proposer import NgramProposer
 from quire.engine.speculation.speculator import Acceptance, DraftRequest, Proposer, Speculator
 from quire.engine.weights.loader import LoadedModel, load_model
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_request
 
@@ -64,7 +63,7 @@ def make_drafting_engine(
     if isinstance(draft_source, LoadedModel):
         memory = KvMemory(draft_source.kv_shape(BLOCK_SIZE), num_blocks, CPU)
         limits = SchedulerConfig(BLOCK_SIZE, 16, max_num_batched_tokens)
-        proposer = DraftProposer(draft_source, memory, limits, block_hash, model.eos_token_ids)
+        proposer = DraftProposer(draft_source, memory, limits, model.eos_token_ids)
     speculator = Speculator(proposer, num_tokens)
     return make_engine(
         model,

@@ -19,7 +19,6 @@ from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequences.stop_rules import StopRules
 from quire.engine.speculation.speculator import DraftRequest, Speculator
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import BeamParams
 from tests.testing.tiny_engine import make_request
 
@@ -38,7 +37,7 @@ class Step:
 
     def __init__(self) -> None:
         self.pool = BlockPool(16)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE)
         self.queues = GroupQueues(self.pool)
         rules = StopRules(frozenset({EOS}), max_model_len=100)
         checks = RequestChecks(False, self.tables, max_num_seqs=8, max_model_len=100)

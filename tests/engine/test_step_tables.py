@@ -12,7 +12,6 @@ from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.runner.step_tables import StepTables
 from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.sequence import Sequence
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS, WINDOW = 4, 400, 10
@@ -24,7 +23,7 @@ class Ledger:
 
     def __init__(self, window: int | None) -> None:
         self.pool = BlockPool(NUM_BLOCKS)
-        self.tables = BlockTables(self.pool, BLOCK_SIZE, block_hash, window)
+        self.tables = BlockTables(self.pool, BLOCK_SIZE, window)
         self.sequences: list[Sequence] = []
 
     def start(self, which: int) -> None:

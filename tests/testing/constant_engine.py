@@ -14,7 +14,6 @@ from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 
 TOKEN, VOCAB_SIZE = 5, 8
@@ -54,8 +53,6 @@ def make_constant_engine(
     swap_memory = KvMemory(shape, num_swap_blocks, CPU) if num_swap_blocks else None
     limits = SchedulerConfig(block_size, max_num_seqs, max_num_batched_tokens)
     runner = ConstantRunner(model, memory, swap_memory)
-    engine = Engine(
-        model, memory, limits, block_hash, parts=EngineParts(swap_memory=swap_memory, runner=runner, **parts)
-    )
+    engine = Engine(model, memory, limits, parts=EngineParts(swap_memory=swap_memory, runner=runner, **parts))
     engine.preemption.prefers_swap = lambda num_tokens, num_blocks: True
     return engine

@@ -17,7 +17,6 @@ from quire.engine.sequences.schedule import Schedule
 from quire.engine.sequences.sequence import GeneratedToken, Sequence
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -65,7 +64,7 @@ def make_engine(
         runner=make_runner(model, memory, swap_memory),
     )
     limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
-    engine = Engine(model, memory, limits, block_hash, parts=parts)
+    engine = Engine(model, memory, limits, parts=parts)
     if prefers_swap is not None:
         engine.preemption.prefers_swap = lambda num_tokens, num_blocks: prefers_swap
     return engine
@@ -144,7 +143,7 @@ def _run_mixed(
 ) -> list[object]:
     memory = KvMemory(model.kv_shape(block_size, kv_cache_dtype), 256, CPU)
     limits = SchedulerConfig(block_size, max_num_seqs=16, max_num_batched_tokens=37)
-    engine = Engine(model, memory, limits, block_hash)
+    engine = Engine(model, memory, limits)
     params = SamplingParams(
         temperature=0.8,
         seed=3,

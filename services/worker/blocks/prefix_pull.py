@@ -17,7 +17,7 @@ from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.engine.kv_cache.block_pool import NoFreeBlocksError
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.sequences.sequence import HashBlock, Sequence
+from quire.engine.sequences.sequence import Sequence
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import BadBlockError, PullFailedError, TransferError
 from quire.kvtransfer.frame import Frame, Transport
@@ -41,7 +41,6 @@ class PrefixPuller:
     engine: EngineThread
     memory: KvMemory
     layout: KvLayout
-    hash_block: HashBlock
     channels: ChannelPool
     metrics: TransferMetrics
     transports: Transports
@@ -51,7 +50,7 @@ class PrefixPuller:
 
         They are then in the prefix cache, where the engine finds them when it admits the sequence.
         """
-        await asyncio.to_thread(sequence.extend_hashes, self.layout.block_size, self.hash_block)
+        await asyncio.to_thread(sequence.extend_hashes, self.layout.block_size)
         # The last token is always computed, for its logits.
         num_usable = min(sequence.max_cached_tokens, sequence.num_tokens - 1) // self.layout.block_size
         block_hashes = sequence.block_hashes[: min(source.num_blocks, num_usable)]

@@ -28,7 +28,6 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.schedule import StepKind
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculators import make_speculator
-from quire.kvindex.block_hash import block_hash
 from quire.sampling.params import SamplingParams
 from quire.services.server.log import get_logger
 from quire.services.worker.config import WorkerConfig
@@ -124,7 +123,7 @@ def _build_engine(start: Start, disk_cache: DiskCache | None) -> Engine:
     limits = SchedulerConfig.of(config)
     speculator = None
     if config.role == "decode":
-        speculator = make_speculator(config, draft, model, memory, limits, block_hash)
+        speculator = make_speculator(config, draft, model, memory, limits)
     swap_memory = allocate_swap_space(config, memory)
     parts = EngineParts(
         listener=start.publisher if start.events is None else Listeners(start.publisher, start.events),
@@ -135,7 +134,7 @@ def _build_engine(start: Start, disk_cache: DiskCache | None) -> Engine:
         speculator=speculator,
         runner=None if ranks is None else ParallelRunner(model, memory, swap_memory, ranks),
     )
-    engine = Engine(model, memory, limits, block_hash, start.identity.max_model_len, parts)
+    engine = Engine(model, memory, limits, start.identity.max_model_len, parts)
     _warm_up(engine)
     if memory.device.type == "cuda" and config.role == "decode":
         _capture_decode_steps(engine)

@@ -14,7 +14,6 @@ from quire.engine.structured_output.grammar import (
 )
 from quire.engine.structured_output.grammar_compile import BadFormatError
 from quire.engine.structured_output.logits_rules import LogitsRules
-from quire.kvindex.block_hash import block_hash
 from quire.protos import worker_pb2
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.sampling.messages import format_from_proto
@@ -71,9 +70,9 @@ class SequenceReader:
         """Hash the blocks here, since hashing in the engine's thread would delay all of its sequences."""
         block_size = self._identity.layout.block_size
         if sequence.num_tokens <= INLINE_HASH_TOKENS:
-            sequence.extend_hashes(block_size, block_hash)
+            sequence.extend_hashes(block_size)
         else:
-            await asyncio.to_thread(sequence.extend_hashes, block_size, block_hash)
+            await asyncio.to_thread(sequence.extend_hashes, block_size)
 
     def _refuse_dead_end(self, sequence: Sequence, rules: LogitsRules) -> None:
         stops = self._identity.eos_token_ids | sequence.params.stop_token_ids

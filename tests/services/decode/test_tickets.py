@@ -36,9 +36,7 @@ class Receiver:
         model = model_without_layers(64)
         self.memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
         limits = SchedulerConfig(BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=64)
-        self.thread = EngineThread(
-            Engine(model, self.memory, limits, lambda parent, tokens: parent + bytes(tokens))
-        )
+        self.thread = EngineThread(Engine(model, self.memory, limits))
         self.has_paused, self.goes_on = threading.Event(), threading.Event()
 
     async def open(self) -> tuple[PromisedBlocks, Updates]:

@@ -13,7 +13,6 @@ import torch
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.sequences.sequence import Sequence
-from quire.kvindex.block_hash import block_hash
 from quire.kvindex.kv_layout import KvShape
 from quire.kvtransfer.errors import BadBlockError, DigestMismatchError
 from quire.kvtransfer.frame import Frame, digest
@@ -68,7 +67,7 @@ async def test_a_wait_for_this_workers_engine_does_not_end_a_pull() -> None:
         return function(engine)
 
     thread, layout = Mock(call=call_late), Mock(block_size=BLOCK_SIZE)
-    puller = PrefixPuller(thread, Mock(), layout, block_hash, Mock(), Mock(), Mock())
+    puller = PrefixPuller(thread, Mock(), layout, Mock(), Mock(), Mock())
     sequence = Sequence("pull", list(range(BLOCK_SIZE + 1)), BLOCK_SIZE + 1, SamplingParams(), b"root")
     summary = await puller.pull(sequence, worker_pb2.PullSource(num_blocks=1, timeout_ms=1))
     assert (summary.num_held_blocks, summary.failure) == (1, "")

@@ -11,7 +11,6 @@ from quire.engine.engine import Engine
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.weights.loader import load_model
-from quire.kvindex.block_hash import block_hash
 from quire.services.worker.lifecycle.engine import _warm_up
 from tests.testing.tiny_engine import CPU
 
@@ -22,7 +21,7 @@ def test_the_shortest_sequences_are_warmed_up_too(
 ) -> None:
     model = load_model(str(tiny_model("llama")), "float32", CPU)
     memory = KvMemory(model.kv_shape(16), 2, CPU)
-    engine = Engine(model, memory, SchedulerConfig(16, 4, 32), block_hash, max_model_len)
+    engine = Engine(model, memory, SchedulerConfig(16, 4, 32), max_model_len)
     _warm_up(engine)
     assert engine.is_idle
     assert engine.pool.counts.free == 2
