@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import attention_amx, attention_pairs, threads
 from quire.kernels.cpu.attention_pairs import (
@@ -44,7 +44,6 @@ from quire.kernels.cpu.attention_pairs import (
 )
 from quire.kernels.cpu.attention_program import (
     ARGUMENTS,
-    ARGUMENTS_TYPE,
     LOWEST,
     Array,
     find_parts,
@@ -336,5 +335,4 @@ def kernel_for(
         restore_denormals(register, storage)
         keep(memory)
 
-    signature = types.void(types.CPointer(ARGUMENTS_TYPE))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(ARGUMENTS, kernel)

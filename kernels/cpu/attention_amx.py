@@ -20,10 +20,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import carray, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.attention_program import (
-    ARGUMENTS_TYPE,
+    ARGUMENTS,
     LOWEST,
     Array,
     find_parts,
@@ -433,5 +433,4 @@ def kernel_for(head_dim: int, block_size: int, group: int) -> Any:
         release_tiles(stored)
         keep(memory)
 
-    signature = types.void(types.CPointer(ARGUMENTS_TYPE))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(ARGUMENTS, kernel)

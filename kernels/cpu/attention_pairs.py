@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 
-from quire.kernels.cpu.intrinsics import TILE_COLUMNS, compiled, instruction, pointer, transpose
+from quire.kernels.cpu.intrinsics import TILE_COLUMNS, compiled, constant_of, pointer, transpose
 from quire.kernels.cpu.products.bfloat16_product import PAIRS, prefers_pair_products
 from quire.kernels.cpu.products.packed_product import MOST_TILE_ROWS, add_tile
 
@@ -32,14 +31,8 @@ def type_of_products(precision: Any, head_dim: int, block_size: int, span: int) 
     return PAIRS if is_fast and has_whole_panels and block_size % 2 == 0 else np.float32
 
 
-@instruction
-def are_pairs(typingctx: Any, product: Any) -> Any:
-    """Return whether a type of products is ``PAIRS``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), product.dtype == types.uint32)
-
-    return types.boolean(product), codegen
+are_pairs = constant_of(types.boolean, lambda product: product == types.uint32)
+"""Whether a type of products is ``PAIRS``, in a kernel."""
 
 
 @compiled

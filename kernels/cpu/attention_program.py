@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, from_dtype  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import compiled, fetch_and_increment, pointer
 
@@ -26,7 +26,6 @@ ARGUMENTS = np.dtype(
     align=True,
 )
 """Arguments of a kernel; query and output are float32."""
-ARGUMENTS_TYPE = from_dtype(ARGUMENTS)
 
 
 @compiled

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.futex import sleep_while, wake
 from quire.kernels.cpu.intrinsics import arrive, exact, keep_apart, pointer, raise_shared, read_shared
@@ -187,5 +187,4 @@ def sum_kernel() -> Any:
         if args.num_rows > 0:
             add_slots(exchange, args.round, args.borders, 0, args.num_rows, args.width, args.output)
 
-    signature = types.void(types.CPointer(from_dtype(SUM)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(SUM, kernel)

@@ -85,6 +85,23 @@ def instruction(emit: Callable[..., Any]) -> Callable[..., Any]:
     return instruction
 
 
+def constant_of(kind: Any, value_of: Callable[[Any], int]) -> Any:
+    """Return an instruction whose result depends only on the type that its argument names.
+
+    Args:
+        kind: the Numba type of the result.
+        value_of: returns the result for a Numba type.
+    """
+
+    def emit(typingctx: Any, stored: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return context.get_constant(kind, value_of(stored.dtype))
+
+        return kind(stored), codegen
+
+    return instruction(emit)
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a part of a kernel. It is inlined, so that loops over its constant arguments are unrolled.
 

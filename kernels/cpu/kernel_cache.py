@@ -26,7 +26,8 @@ from typing import IO, Any
 from uuid import uuid4
 
 import llvmlite
-from numba import njit
+import numpy as np
+from numba import from_dtype, njit, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
@@ -37,16 +38,16 @@ from numba.core.sigutils import normalize_signature
 logger = logging.getLogger(__name__)
 
 
-def compile_kernel(signature: Any, kernel: Callable[..., Any], **options: Any) -> Any:
-    """Return a C function that runs a kernel; load it from disk if it was compiled before.
+def compile_kernel(arguments: np.dtype[Any], kernel: Callable[[Any], None]) -> Any:
+    """Return a C function that runs a kernel, whose only argument points to a record of this dtype."""
+    return compile_function(types.void(types.CPointer(from_dtype(arguments))), kernel)
 
-    Args:
-        signature: the Numba signature of the C function.
-        kernel: the function to compile.
-        options: options of ``numba.cfunc``.
-    """
-    compiled: Any = _Kernel(kernel, normalize_signature(signature), locals={}, options=options)
-    if (stored := _cache_of(kernel)) is None:
+
+def compile_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """Return a C function of a Numba signature; load it from disk if it was compiled before."""
+    options = {"error_model": "numpy"}
+    compiled: Any = _Kernel(function, normalize_signature(signature), locals={}, options=options)
+    if (stored := _cache_of(function)) is None:
         compiled.compile()
         return compiled
     compiled._cache = stored

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
 from quire.kernels.cpu.intrinsics import (
@@ -446,5 +446,4 @@ def kernel() -> Any:
                 break
             _advance_head(args, task // args.num_heads, task % args.num_heads)
 
-    signature = types.void(types.CPointer(from_dtype(ARGUMENTS)))
-    return compile_kernel(signature, advance_heads, error_model="numpy")
+    return compile_kernel(ARGUMENTS, advance_heads)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import exact, exp, fetch_and_increment, keep_apart, pointer
@@ -244,5 +244,4 @@ def kernel() -> Any:
                 break
             _convolve(args, task // num_segments, task % num_segments)
 
-    signature = types.void(types.CPointer(from_dtype(ARGUMENTS)))
-    return compile_kernel(signature, mix, error_model="numpy")
+    return compile_kernel(ARGUMENTS, mix)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -357,5 +357,4 @@ def kernel(storage: Any, gate_storage: Any) -> Any:
                 )
             activate(args.activation, outputs, length, storage)
 
-    signature = types.void(types.CPointer(from_dtype(ARGUMENTS)))
-    return compile_kernel(signature, compute_rows, error_model="numpy")
+    return compile_kernel(ARGUMENTS, compute_rows)

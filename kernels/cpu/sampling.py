@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -565,8 +565,7 @@ def _log_sums_kernel() -> Any:
                 break
             sums[row] = _log_sum(args.logits + 4 * row * args.stride, args.vocab_size, scratch)
 
-    signature = types.void(types.CPointer(from_dtype(_SUM_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(_SUM_ARGUMENTS, kernel)
 
 
 @cache
@@ -598,5 +597,4 @@ def _kernel() -> Any:
                 _filter(logits, length, largest, draw, scratch, padded)
                 token_ids[row] = _draw(scratch, padded, _uniform(draw.seed, draw.position))
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import exact, exp, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.kernel_cache import compile_kernel
@@ -176,5 +176,4 @@ def _kernel() -> Any:
                 break
             _advance_head(args, task // args.num_heads, task % args.num_heads)
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)

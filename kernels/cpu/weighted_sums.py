@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import exact, fetch_and_increment, keep_apart, pointer
@@ -113,5 +113,4 @@ def _kernel() -> Any:
                 for column in range(args.width):
                     output[piece, token, column] = sums[first, column]
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import binding
-from numba import carray, cfunc, types  # type: ignore[attr-defined]
+from numba import carray, cfunc, from_dtype, types  # type: ignore[attr-defined]
 
 from quire.kernels import ops
 from quire.kernels.cpu import attention, attention_amx
-from quire.kernels.cpu.attention_program import ARGUMENTS_TYPE
+from quire.kernels.cpu.attention_program import ARGUMENTS
 from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
 from quire.kernels.cpu.products import integer_weight, linear, packing, unit_product
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, INTEGER_TILES, TILES
@@ -252,7 +252,7 @@ def assembly() -> list[str]:
     attend = attention_amx.kernel_for(64, 16, 3).__wrapped__
     kernels = (
         cfunc(types.void(types.int64))(product),
-        cfunc(types.void(types.CPointer(ARGUMENTS_TYPE)), error_model="numpy")(attend),
+        cfunc(types.void(types.CPointer(from_dtype(ARGUMENTS))), error_model="numpy")(attend),
     )
     target = binding.Target.from_default_triple().create_target_machine(cpu="sapphirerapids", opt=3)
     return [target.emit_assembly(binding.parse_assembly(each.inspect_llvm())) for each in kernels]

@@ -43,12 +43,12 @@ def test_linear_layers_from_the_cache_are_right(tmp_path: Path) -> None:
 
 KERNEL = """
 from numba import types
-from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.kernel_cache import compile_function
 
 def square(number):
     return number * number
 
-compiled = compile_kernel(types.int64(types.int64), square)
+compiled = compile_function(types.int64(types.int64), square)
 assert compiled.ctypes(7) == 49
 print(compiled.cache_hits)
 """
@@ -59,7 +59,7 @@ import fcntl
 from pathlib import Path
 from numba import types
 from numba.core.errors import NumbaError
-from quire.kernels.cpu.kernel_cache import compile_kernel, stored_njit
+from quire.kernels.cpu.kernel_cache import compile_function, stored_njit
 
 def bad(number):
     return number.missing
@@ -88,7 +88,7 @@ def test_only_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "compile_it", ["compile_kernel(types.int64(types.int64), bad)", "stored_njit(bad)(1)"]
+    "compile_it", ["compile_function(types.int64(types.int64), bad)", "stored_njit(bad)(1)"]
 )
 def test_a_kernel_that_cannot_be_compiled_keeps_no_lock(tmp_path: Path, compile_it: str) -> None:
     program = tmp_path / "kernel.py"

@@ -32,7 +32,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from quire.kernels.cpu.intrinsics import Values, emit_loop, instruction, processor_features
+from quire.kernels.cpu.intrinsics import Values, constant_of, emit_loop, instruction, processor_features
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,8 @@ def may_use_tiles(needed: frozenset[str] = FEATURES) -> bool:
     return False
 
 
-@instruction
-def has_tile_products(typingctx: Any, stored: Any) -> Any:
-    """Return whether tiles multiply weights of a stored type."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in _PRODUCTS)
-
-    return types.boolean(stored), codegen
+has_tile_products = constant_of(types.boolean, lambda stored: stored in _PRODUCTS)
+"""Whether tiles multiply weights of a stored type, in a kernel."""
 
 
 @instruction

@@ -25,6 +25,7 @@ from quire.kernels.cpu.intrinsics import (
     GROUP,
     TILE_COLUMNS,
     Values,
+    constant_of,
     emit_loop,
     exact,
     instruction,
@@ -78,14 +79,8 @@ def place_in_word(number: int, bits: int) -> int:
     return number if bits == 8 else number % 4 * 2 + number // 4
 
 
-@instruction
-def is_coded(typingctx: Any, stored: Any) -> Any:
-    """Return whether weights are codes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in CODINGS)
-
-    return types.boolean(stored), codegen
+is_coded = constant_of(types.boolean, lambda stored: stored in CODINGS)
+"""Whether weights are codes, in a kernel."""
 
 
 def emit_groups(
@@ -250,15 +245,8 @@ def _decode_one(typingctx: Any, code: Any, word: Any, stored: Any) -> Any:
     return types.float32(types.int32, types.int32, stored), codegen
 
 
-@instruction
-def _code_bits(typingctx: Any, stored: Any) -> Any:
-    """Return the bits of a code."""
-    coding = CODINGS.get(stored.dtype)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(_INT64, 4 if coding and coding.table else 8)
-
-    return types.int64(stored), codegen
+_code_bits = constant_of(types.int64, lambda stored: 4 if stored in CODINGS and CODINGS[stored].table else 8)
+"""Bits of a code, in a kernel."""
 
 
 @exact

@@ -24,7 +24,16 @@ from llvmlite import ir
 from numba import carray, from_dtype, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 
-from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS, exact, instruction, pointer, splat, widened
+from quire.kernels.cpu.intrinsics import (
+    GROUP,
+    TILE_COLUMNS,
+    constant_of,
+    exact,
+    instruction,
+    pointer,
+    splat,
+    widened,
+)
 from quire.kernels.cpu.products.integer_product import (
     Instruction,
     emit_single_bytes,
@@ -95,14 +104,8 @@ GROUP_CODINGS: dict[Any, GroupCoding] = {
 """By the Numba type of the weights."""
 
 
-@instruction
-def is_in_groups(typingctx: Any, stored: Any) -> Any:
-    """Return whether weights have one of ``GROUP_CODINGS``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in GROUP_CODINGS)
-
-    return types.boolean(stored), codegen
+is_in_groups = constant_of(types.boolean, lambda stored: stored in GROUP_CODINGS)
+"""Whether weights have one of ``GROUP_CODINGS``, in a kernel."""
 
 
 def emit_nibbles(builder: Any, words: Any, half: int) -> Any:

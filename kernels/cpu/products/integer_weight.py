@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -194,7 +194,7 @@ def _kernel(stored: Any) -> Any:
                         for shift in range(0, 32, 8):
                             sums[column] += np.int32(words[index, column] << shift) >> 24
 
-    return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)
 
 
 def pack_integers(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> IntegerWeight:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import call, fetch_and_increment, pointer
@@ -164,5 +164,4 @@ def _kernel() -> Any:
             )
             call(args.multiply, unit_call)
 
-    signature = types.void(types.CPointer(from_dtype(_ARGUMENTS)))
-    return compile_kernel(signature, kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)

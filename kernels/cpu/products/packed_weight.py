@@ -69,7 +69,7 @@ class PackedWeight:
 
     def unpack(self) -> torch.Tensor:
         """Return the weight ``[out_features, in_features]``."""
-        return self.panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return self.rows(torch.arange(self.out_features))
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the weight, ``[*indices.shape, in_features]``."""
@@ -91,10 +91,6 @@ class EncodedWeight(PackedWeight):
         """The dtype of the weight when it is unpacked."""
         return self.unpacked_dtype
 
-    def unpack(self) -> torch.Tensor:
-        """Return the weight ``[out_features, in_features]``."""
-        return self.rows(torch.arange(self.out_features))
-
 
 class PairedWeight(PackedWeight):
     """A bfloat16 weight in pairs: ``[out_features / TILE_COLUMNS, in_features / 2, TILE_COLUMNS, 2]``."""
@@ -107,10 +103,6 @@ class PairedWeight(PackedWeight):
     def operands(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows ``[num_rows, in_features]`` of bfloat16 with swapped pairs."""
         return swap_pairs(rows).contiguous()
-
-    def unpack(self) -> torch.Tensor:
-        """Return the weight ``[out_features, in_features]``."""
-        return swap_pairs(self.panels.transpose(1, 2).reshape(-1, self.in_features))[: self.out_features]
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the weight, ``[*indices.shape, in_features]``."""
@@ -136,10 +128,6 @@ class TiledWeight(PackedWeight):
     def operands(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows ``[num_rows, in_features]`` in the form that products read."""
         return (swap_pairs(rows) if self.by_tiles else rows.float()).contiguous()
-
-    def unpack(self) -> torch.Tensor:
-        """Return the weight ``[out_features, in_features]``."""
-        return self.rows(torch.arange(self.out_features))
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the weight, ``[*indices.shape, in_features]``."""

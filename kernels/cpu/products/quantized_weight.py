@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
@@ -135,4 +135,4 @@ def _kernel(stored: Any, bits: int, is_unsigned: bool) -> Any:
                 for column in range(TILE_COLUMNS):
                     stored_scales[column] = encode(scales[column] * factor, np.uint16)
 
-    return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)

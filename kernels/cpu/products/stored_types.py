@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import from_dtype, types
 
-from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS, exact, instruction
+from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS, constant_of, exact
 from quire.kernels.cpu.products.bfloat16_product import PAIRS
 from quire.kernels.cpu.products.coded_product import CODINGS
 from quire.kernels.cpu.products.group_product import GROUP_CODINGS, NIBBLES, OPERAND_BYTES
@@ -46,42 +45,26 @@ def group_bytes(bits: int) -> int:
     return TILE_COLUMNS * (GROUP * bits // 8 + SCALE_BYTES)
 
 
-@instruction
-def quantized_bits(typingctx: Any, stored: Any) -> Any:
-    """Return the bits of each integer of quantized weights; 0 if the weights are not quantized."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(64), BITS.get(stored.dtype, 0))
-
-    return types.int64(stored), codegen
+quantized_bits = constant_of(types.int64, lambda stored: BITS.get(stored, 0))
+"""Bits of each integer of quantized weights, in a kernel; 0 if they are not quantized."""
 
 
-@instruction
-def bytes_per_input(typingctx: Any, stored: Any) -> Any:
-    """Return a panel's bytes per input. If it has groups or tiles, multiply this only by whole ones."""
-    if stored.dtype in BITS:
-        num_bytes = group_bytes(BITS[stored.dtype]) // GROUP
-    elif (coding := CODINGS.get(stored.dtype) or GROUP_CODINGS.get(stored.dtype)) is not None:
-        num_bytes = coding.group_bytes // GROUP
-    elif stored.dtype in WEIGHT_BYTES:
-        num_bytes = TILE_COLUMNS * WEIGHT_BYTES[stored.dtype]
-    else:
-        num_bytes = TILE_COLUMNS * stored.dtype.bitwidth // 8
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(64), num_bytes)
-
-    return types.int64(stored), codegen
+def _bytes_per_input(stored: Any) -> int:
+    if stored in BITS:
+        return group_bytes(BITS[stored]) // GROUP
+    if (coding := CODINGS.get(stored) or GROUP_CODINGS.get(stored)) is not None:
+        return int(coding.group_bytes) // GROUP
+    if stored in WEIGHT_BYTES:
+        return TILE_COLUMNS * WEIGHT_BYTES[stored]
+    return int(TILE_COLUMNS * stored.bitwidth // 8)
 
 
-@instruction
-def are_halves(typingctx: Any, stored: Any) -> Any:
-    """Return whether weights are single numbers of 16 bits."""
+bytes_per_input = constant_of(types.int64, _bytes_per_input)
+"""A panel's bytes per input, in a kernel. If it has groups or tiles, multiply this only by whole ones."""
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in HALVES)
 
-    return types.boolean(stored), codegen
+are_halves = constant_of(types.boolean, lambda stored: stored in HALVES)
+"""Whether weights are single numbers of 16 bits, in a kernel."""
 
 
 def form_of_inputs(stored: Any) -> int:
@@ -94,14 +77,8 @@ def first_of_form(stored: Any) -> Any:
     return (np.float32, PAIRS, INTEGERS, NIBBLES)[form_of_inputs(stored)]
 
 
-@instruction
-def input_form(typingctx: Any, stored: Any) -> Any:
-    """Return ``form_of_inputs``, in a kernel."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(64), _FORMS.get(stored.dtype, FLOATS))
-
-    return types.int64(stored), codegen
+input_form = constant_of(types.int64, lambda stored: _FORMS.get(stored, FLOATS))
+"""``form_of_inputs``, in a kernel."""
 
 
 @exact
@@ -131,11 +108,5 @@ def panel_bytes(in_features: int, stored: Any) -> int:
     return num_bytes + PANEL_TRAILER if input_form(stored) == BY_ROW else num_bytes
 
 
-@instruction
-def are_tiles(typingctx: Any, stored: Any) -> Any:
-    """Return whether weights are in tiles of bfloat16."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(ir.IntType(1), stored.dtype in (CHAIN_TYPE, TILE_TYPE))
-
-    return types.boolean(stored), codegen
+are_tiles = constant_of(types.boolean, lambda stored: stored in (CHAIN_TYPE, TILE_TYPE))
+"""Whether weights are in tiles of bfloat16, in a kernel."""

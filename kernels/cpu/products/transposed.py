@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import SQUARE, TILE_COLUMNS, fetch_and_increment, pointer, transpose
@@ -81,4 +81,4 @@ def _kernel(order: int) -> Any:
                                 word = word << np.uint32(16) | word >> np.uint32(16)
                             words[k, column] = word
 
-    return compile_kernel(types.void(types.CPointer(from_dtype(_ARGUMENTS))), kernel, error_model="numpy")
+    return compile_kernel(_ARGUMENTS, kernel)

@@ -26,7 +26,7 @@ from quire.kernels.cpu.intrinsics import (
     keep_apart,
     pointer,
 )
-from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.kernel_cache import compile_function
 from quire.kernels.cpu.products.amx_product import (
     TILE_BYTES,
     TILE_ROW_BYTES,
@@ -404,4 +404,4 @@ def unit_kernel(stored: Any) -> Any:
         multiply_unit(product, num_segments, bias + 4 * unit * UNIT if bias else 0, stored)
 
     signature = types.void(*[types.int64] * len(UnitCall._fields))
-    return compile_kernel(signature, multiply, error_model="numpy")
+    return compile_function(signature, multiply)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray, from_dtype, types  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 
 from quire.kernels.cpu.intrinsics import call_for_int, exact, fetch_and_increment, keep_apart, pointer
 from quire.kernels.cpu.kernel_cache import compile_kernel
@@ -111,5 +111,4 @@ def program(storage: Any, stored: Any, head_stored: Any) -> Any:
         both = carray(arguments, 2)
         _run_step(both[0], both[1], storage, stored, head_stored)
 
-    signature = types.void(types.CPointer(from_dtype(STEP)))
-    return compile_kernel(signature, step, error_model="numpy")
+    return compile_kernel(STEP, step)
