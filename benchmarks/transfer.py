@@ -251,7 +251,6 @@ async def push(
     async with BlockPush(
         channels,
         ticket,
-        sequence_id="benchmark",
         attempt=0,
         blocks=PromptBlocks(kv_layout, num_blocks),
         timeout=60.0,

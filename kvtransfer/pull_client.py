@@ -45,7 +45,6 @@ class BlockPull:
         channels: ChannelPool,
         holder: Holder,
         *,
-        attempt_id: str,
         layout: KvLayout,
         block_hashes: Sequence[bytes],
         timeout: float,
@@ -59,7 +58,6 @@ class BlockPull:
         self._payload_sizes = layout.payload_sizes
         self._timeout = timeout
         self._pin = pb.PinRequest(
-            attempt_id=attempt_id,
             holder_epoch=holder.epoch,
             layout=layout_to_proto(layout),
             block_hashes=block_hashes,

@@ -139,9 +139,7 @@ class KvTransferServicer(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         except BaseException as error:
             reservation.abort(str(_as_transfer_error(error)))
             raise
-        committed = pb.PushCommitted(
-            num_blocks=opening.num_blocks - first_block, num_held_blocks=reservation.num_held_blocks
-        )
+        committed = pb.PushCommitted(num_held_blocks=reservation.num_held_blocks)
         yield pb.PushResponse(committed=committed)
 
     async def _accept(self, requests: AsyncIterator[pb.PushRequest]) -> pb.PushOpen:

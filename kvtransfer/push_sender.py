@@ -76,7 +76,6 @@ class BlockPush:
         channels: ChannelPool,
         ticket: pb.Ticket,
         *,
-        sequence_id: str,
         attempt: int,
         blocks: PromptBlocks,
         timeout: float | None,
@@ -92,7 +91,6 @@ class BlockPush:
         self._open = pb.PushOpen(
             ticket_id=ticket.ticket_id,
             receiver_epoch=ticket.receiver_epoch,
-            sequence_id=sequence_id,
             attempt=attempt,
             layout=layout_to_proto(blocks.layout),
             num_blocks=blocks.number,

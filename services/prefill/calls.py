@@ -108,7 +108,6 @@ class PrefillCalls:
         return BlockPush(
             self._parts.channels,
             request.ticket,
-            sequence_id=request.sequence.sequence_id,
             attempt=request.sequence.attempt,
             blocks=PromptBlocks(identity.layout, num_blocks),
             # Without a deadline, the push ends with the call at the latest.

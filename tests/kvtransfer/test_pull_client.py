@@ -77,9 +77,7 @@ class Setup:
 
     def pull(self, timeout: float = WAIT_SECONDS) -> BlockPull:
         holder = Holder(self.address, EPOCH)
-        return BlockPull(
-            self.channels, holder, attempt_id="r", layout=LAYOUT, block_hashes=HASHES, timeout=timeout
-        )
+        return BlockPull(self.channels, holder, layout=LAYOUT, block_hashes=HASHES, timeout=timeout)
 
     async def num_open(self) -> int:
         """Return how many channels are in use: those that are not are closed first."""

@@ -123,7 +123,6 @@ async def test_the_next_chunk_is_prepared_while_the_last_one_is_on_its_way() -> 
     push = BlockPush(
         ChannelPool(lambda address, options: channel),
         pb.Ticket(),
-        sequence_id="r",
         attempt=0,
         blocks=PromptBlocks(LAYOUT, 2),
         timeout=WAIT_SECONDS,
@@ -183,7 +182,6 @@ async def test_an_address_where_no_server_listens_fails_the_push_at_once() -> No
     push = BlockPush(
         channels,
         pb.Ticket(address=address),
-        sequence_id="r",
         attempt=0,
         blocks=PromptBlocks(LAYOUT, 0),
         timeout=WAIT_SECONDS,

@@ -58,7 +58,6 @@ async def test_keys_go_only_to_a_process_with_the_secret(secret: bytes, reason: 
     push = BlockPush(
         channels,
         ticket,
-        sequence_id="r",
         attempt=1,
         blocks=PromptBlocks(LAYOUT, 1),
         timeout=WAIT_SECONDS,

@@ -58,7 +58,7 @@ async def pushing(receive: Receive, num_blocks: int) -> AsyncIterator[BlockPush]
     await server.start()
     ticket = pb.Ticket(ticket_id="ticket", address=address, receiver_epoch="epoch")
     prompt = PromptBlocks(LAYOUT, num_blocks)
-    push = BlockPush(channels, ticket, sequence_id="r", attempt=3, blocks=prompt, timeout=WAIT_SECONDS)
+    push = BlockPush(channels, ticket, attempt=3, blocks=prompt, timeout=WAIT_SECONDS)
     try:
         async with push:
             yield push

@@ -61,7 +61,7 @@ class LateReceiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
         )
         async for request in request_iterator:
             if request.WhichOneof("message") == "commit":
-                yield pb.PushResponse(committed=pb.PushCommitted(num_blocks=opening.open.num_blocks))
+                yield pb.PushResponse(committed=pb.PushCommitted())
                 return
 
 
@@ -77,7 +77,6 @@ async def test_a_push_can_wait_for_credit_longer_than_three_pings(hastened_pings
         push = BlockPush(
             pool,
             pb.Ticket(ticket_id="t", address=server.address),
-            sequence_id="r",
             attempt=0,
             blocks=PromptBlocks(LAYOUT, 1),
             timeout=30.0,

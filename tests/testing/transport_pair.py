@@ -211,7 +211,7 @@ class Pair:
             receiver_epoch=changes.pop("epoch", RECEIVER_EPOCH),
         )
         self.sink.first_block = first_block
-        arguments: dict[str, Any] = {"sequence_id": "r", "attempt": ATTEMPT, "timeout": WAIT_SECONDS}
+        arguments: dict[str, Any] = {"attempt": ATTEMPT, "timeout": WAIT_SECONDS}
         blocks = PromptBlocks(changes.pop("layout", LAYOUT), num_blocks)
         return BlockPush(
             self.channels, ticket, blocks=blocks, transports=self.sender, **(arguments | changes)
@@ -222,7 +222,6 @@ class Pair:
         return BlockPull(
             self.channels,
             Holder(self.address, changes.pop("epoch", SENDER_EPOCH)),
-            attempt_id="r",
             layout=LAYOUT,
             block_hashes=[hash_of(index) for index in range(num_blocks)],
             timeout=WAIT_SECONDS,

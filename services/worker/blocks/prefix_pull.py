@@ -63,7 +63,7 @@ class PrefixPuller:
             await pulled.open()
             # The limit is for the peer: without a pull, the prompt would wait for this worker's engine, too.
             async with asyncio.timeout(source.timeout_ms / 1000 or PULL_SECONDS):
-                await self._fill(pulled, sequence.attempt_id, source)
+                await self._fill(pulled, source)
         except (TransferError, NoFreeBlocksError, TimeoutError) as error:
             failure = _reason(error)
             self.metrics.record_failure("pull", failure)
@@ -88,13 +88,12 @@ class PrefixPuller:
             num_held_blocks=pulled.num_held,
         )
 
-    async def _fill(self, pulled: _PulledBlocks, attempt_id: str, source: worker_pb2.PullSource) -> None:
+    async def _fill(self, pulled: _PulledBlocks, source: worker_pb2.PullSource) -> None:
         if not (missing := pulled.missing):
             return
         pull = BlockPull(
             self.channels,
             Holder(source.address, source.epoch),
-            attempt_id=attempt_id,
             layout=self.layout,
             block_hashes=missing,
             timeout=source.timeout_ms / 1000 or PULL_SECONDS,
