@@ -13,12 +13,12 @@ import grpc
 from quire.cli.bench.dataset_files import tokens_of
 from quire.cli.bench.load import open_loop, send
 from quire.cli.bench.summary import RequestRecord
-from quire.cli.bench.workload import BenchRequest, vocabulary_of
+from quire.cli.bench.workload import BenchRequest
 from quire.client import AsyncClient
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
-from quire.simulator.calibrate import PullSpeed
+from quire.simulator.calibrate import PullSpeed, vocabulary_of
 from quire.simulator.cluster import RequestOutcome
 from quire.simulator.figures import quantile
 from quire.simulator.trace import TraceRequest

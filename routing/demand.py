@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 WINDOW_SECONDS = 3.0
@@ -55,13 +56,7 @@ class Totals(NamedTuple):
 
     def since(self, earlier: Totals) -> Totals:
         """Return the demand since an earlier reading."""
-        return Totals(
-            self.num_prompts - earlier.num_prompts,
-            self.remote_seconds - earlier.remote_seconds,
-            self.local_seconds - earlier.local_seconds,
-            self.num_tokens - earlier.num_tokens,
-            self.token_seconds - earlier.token_seconds,
-        )
+        return Totals(*map(sub, self, earlier))
 
 
 class Demand(NamedTuple):

@@ -121,12 +121,17 @@ def overhead_of(points: Sequence[Point]) -> float:
     return min(max(0.0, linear_regression(amounts, seconds).intercept), 0.95 * min(y for _, y in points))
 
 
+def vocabulary_of(model: ModelInfo) -> list[int]:
+    """Return the tokens that do not end a sequence."""
+    return sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
+
+
 class _Probe:
     """Sends random prompts. No worker has cached any of their blocks."""
 
     def __init__(self, client: AsyncClient, model: ModelInfo, rng: Random) -> None:
         self._client = client
-        self._vocabulary = sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
+        self._vocabulary = vocabulary_of(model)
         self._rng = rng
 
     async def send(self, num_tokens: int, max_tokens: int) -> _Timed:

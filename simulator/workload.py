@@ -23,9 +23,8 @@ class Workload(StrEnum):
 
 MOONCAKE_RATE = 23_608 / 3600
 """Requests per second in the published trace."""
-MOONCAKE_INPUT_TOKENS = 7590
 MOONCAKE_OUTPUT_TOKENS = 182
-"""Mean token counts of the published trace; half of its input tokens can be reused."""
+"""Mean number of tokens of an answer in the published trace."""
 
 _CONTINUED_SHARE = 0.5
 """Share of Mooncake's requests that continue an earlier one; with it, half of the tokens can be reused."""

@@ -21,7 +21,6 @@ class BuddyAllocator:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
         self._free: dict[int, set[int]] = {order: set() for order in range(num_slots.bit_length())}
         self._order_of: dict[int, int] = {}
         start = 0

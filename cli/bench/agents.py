@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 
 from quire.cli.bench.config import BenchConfig
-from quire.cli.bench.workload import BenchRequest, Turn, options_of, vocabulary_of
+from quire.cli.bench.workload import BenchRequest, Turn, options_of
 from quire.client import ModelInfo
+from quire.simulator.calibrate import vocabulary_of
 
 STEPS = (2.71, 1.71)
 """Location and width of the logarithm, here and below."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.bench.config import BenchConfig, Dataset
-from quire.cli.bench.workload import BenchRequest, options_of, vocabulary_of
+from quire.cli.bench.workload import BenchRequest, options_of
 from quire.client import AsyncClient, ModelInfo
+from quire.simulator.calibrate import vocabulary_of
 from quire.simulator.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace
 
 MIN_TOKENS = 4

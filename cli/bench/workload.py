@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 from quire.cli.bench.config import BenchConfig, Dataset
 from quire.client import GenerationOptions, Message, ModelInfo, Prompt
 from quire.models import notes
+from quire.simulator.calibrate import vocabulary_of
 
 TOKENS_PER_NOTE = 8
 
@@ -45,11 +46,6 @@ def make_requests(config: BenchConfig, model: ModelInfo) -> list[BenchRequest]:
 def options_of(config: BenchConfig, max_tokens: int) -> GenerationOptions:
     """Return the options of a request for that many tokens."""
     return {"max_tokens": max_tokens, "ignore_eos": config.ignore_eos, "temperature": config.temperature}
-
-
-def vocabulary_of(model: ModelInfo) -> list[int]:
-    """Return the tokens that do not end a sequence."""
-    return sorted(set(range(model.vocab_size)) - set(model.eos_token_ids))
 
 
 def _prompts(config: BenchConfig, model: ModelInfo) -> Sequence[Prompt]:

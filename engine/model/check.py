@@ -28,7 +28,7 @@ from quire.engine.model.layers.latent_attention import latent_expansion
 from quire.engine.model.layers.packed_linear import PackedLinear
 from quire.engine.model.mask_check import MaskObserver, Window, mask_problem
 from quire.engine.model.states import States, StateShape, with_states
-from quire.engine.model.step_tensors import StepTensors
+from quire.engine.model.step_tensors import Forward, StepTensors
 from quire.kernels.cpu.recurrence import Recurrence
 from quire.kernels.metadata import AttentionMetadata
 from quire.kvindex.kv_layout import KvShape
@@ -302,10 +302,6 @@ def check_paging(module: torch.nn.Module, heads: KvHeads, vocab_size: int, num_p
 def _rounds_inputs(module: torch.nn.Module) -> bool:
     linears = (each for each in module.modules() if isinstance(each, PackedLinear))
     return any(each.packed.rounds_inputs for each in linears)
-
-
-Forward = Callable[[StepTensors], torch.Tensor]
-"""Function that returns the logits of a step."""
 
 
 @torch.inference_mode()

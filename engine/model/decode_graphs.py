@@ -14,13 +14,11 @@ from functools import partial
 
 import torch
 
-from quire.engine.model.step_tensors import StepTensors
+from quire.engine.model.step_tensors import Forward, StepTensors
 from quire.kernels.metadata import AttentionMetadata
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
-Forward = Callable[[StepTensors], torch.Tensor]
-"""Function that returns the logits of a step."""
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 """Function that captures another one; the result replays the same kernels over the same memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -58,3 +59,7 @@ class StepTensors(NamedTuple):
         )
         rows = self.logit_rows.to(device)
         return StepTensors(self.input_ids.to(device), self.positions.to(device), rows, moved, self.num_hidden)
+
+
+Forward = Callable[[StepTensors], torch.Tensor]
+"""Function that returns the logits of a step."""

@@ -77,7 +77,7 @@ def _grouped(quantization: Quantization, parts: dict[str, torch.Tensor]) -> Code
     """Return a weight [outputs, inputs] of GPTQ or AWQ, whose tensors are stored transposed."""
     bits, is_awq = quantization.bits, quantization.method == "awq"
     packed, zeros = parts["weight"], parts["zeros"]
-    _check_dimensions("weight", packed, 2)
+    _check_dimensions(packed, 2)
     num_rows, num_columns = packed.shape
     per_word = 32 // bits
     inputs, outputs = (num_rows, num_columns * per_word) if is_awq else (num_rows * per_word, num_columns)
@@ -122,7 +122,7 @@ def scales_of_mxfp4(parts: dict[str, torch.Tensor]) -> torch.Tensor:
         WrongPartError: one has not.
     """
     blocks, scales = parts["weight"], parts["scales"]
-    _check_dimensions("weight", blocks, 4)
+    _check_dimensions(blocks, 4)
     _check("weight", blocks, (*blocks.shape[:3], 16), torch.uint8)
     _check("scales", scales, blocks.shape[:3], torch.uint8)
     return torch.exp2(scales.float() - 127)
@@ -201,9 +201,9 @@ def _check(role: str, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.d
         raise WrongPartError(role, f"is {tensor.dtype} instead of {dtype}")
 
 
-def _check_dimensions(role: str, tensor: torch.Tensor, number: int) -> None:
-    if tensor.ndim != number:
-        raise WrongPartError(role, f"has the shape {tuple(tensor.shape)}, not one of {number} dimensions")
+def _check_dimensions(weight: torch.Tensor, number: int) -> None:
+    if weight.ndim != number:
+        raise WrongPartError("weight", f"has the shape {tuple(weight.shape)}, not one of {number} dimensions")
 
 
 def _check_groups(groups: torch.Tensor, inputs: int, num_groups: int) -> None:

@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from quire.engine.kv_cache.memory import KvMemory
-from quire.engine.model.check import Forward, KvHeads, runs_alike
+from quire.engine.model.check import KvHeads, runs_alike
 from quire.engine.model.collectives import Collectives
 from quire.engine.model.program.compiled_step import CompiledStep
 from quire.engine.model.program.layer_records import columns
 from quire.engine.model.program.recipe import AttentionRecipe, NoRecipeError, StepRecipe
 from quire.engine.model.program.recipe_reader import read_recipe
+from quire.engine.model.step_tensors import Forward
 from quire.kernels.cpu.products.stored_types import form_of_inputs
 
 logger = logging.getLogger(__name__)
