@@ -102,9 +102,12 @@ def find_stage(
     """
     own, first_row, first_span = np.int64(0), np.int64(0), np.int64(0)
     if stage == 0:
-        lowest, end_key = positions[0], num_shared * span
-        for row in range(end_row):
-            lowest = min(lowest, positions[row])
+        # With a window, only the part with the lowest position surely has all blocks that the parts see.
+        lowest, end_key, row = positions[0], num_shared * span, np.int64(0)
+        for part in range(parts.shape[0]):
+            if positions[row] < lowest:
+                own, lowest = np.int64(part), positions[row]
+            row += (parts[part, 2] - parts[part, 1]) * group
         end_span = num_shared
     else:
         own, first_span = np.int64(parts.shape[0] - stage), num_shared

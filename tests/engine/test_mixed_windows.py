@@ -15,9 +15,10 @@ from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.window_pool import WindowPool
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.scheduling.scheduler import SchedulerConfig
+from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
 from tests.testing import windows
-from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output
+from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output, run
 from tests.testing.tiny_engine import make_request as make_any_request
 from tests.testing.tiny_models import make_random_model
 from tests.testing.windows import NUM_NEW, CheckGreedy, finish, make_request
@@ -140,6 +141,29 @@ def test_a_transfer_brings_bare_blocks_behind_the_window(
     finish(decode)
     assert again.num_cached_tokens >= 320
     assert output(again) == here.token_ids[324:350]
+
+
+def test_sequences_that_share_blocks_read_those_that_one_of_them_has_dropped(load: Load) -> None:
+    # After a swap, tables show blocks that are bare again only to the sequences whose windows begin later.
+    model = load("gemma2")
+    own = [0, 40, 20, 20, 40, 90, 0, 0, 0]
+    most = [20, 80, 80, 5, 5, 40, 40, 40, 5]
+    prompts = [
+        make_prompt(length, 200 + i) if length else make_prompt(70, 1) + make_prompt(3, 100 + i)
+        for i, length in enumerate(own)
+    ]
+
+    def requests() -> list[Sequence]:
+        return [
+            make_any_request(str(i), prompt, temperature=0.0, max_tokens=number, ignore_eos=True)
+            for i, (prompt, number) in enumerate(zip(prompts, most, strict=True))
+        ]
+
+    engine = make_engine(model, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=64, num_swap_blocks=8)
+    together = run(engine, *requests())
+    for each in requests():
+        name = (each.attempt_id, 0)
+        assert run(make_engine(model, num_blocks=64), each)[name] == together[name]
 
 
 @pytest.mark.parametrize("architecture", MIXED)
