@@ -159,6 +159,8 @@ class Engine:
         record_drafts = None if self.speculator is None else self.speculator.record_verification
         self._results = StepResults(self.requests, tables, eviction, rules, record_drafts)
         self._on_schedule: Callable[[Schedule], None] | None = None
+        self._has_moved = False
+        """Whether the last step moved blocks."""
         self.num_stepped = 0
         """Sequences that the last step computed.
 
@@ -264,7 +266,8 @@ class Engine:
         # This is needed even without a batch: blocks may be free now because a group that did not fit was
         # preempted.
         self.transfers.grant_blocks()
-        while not self.num_stepped and self.transfers.end_deadlocked():
+        # What a step without a batch has moved may be what a group waits for.
+        while not self.num_stepped and (self._has_moved or self.transfers.end_deadlocked()):
             updates = self._step()
             self.transfers.grant_blocks()
         return updates
@@ -290,6 +293,7 @@ class Engine:
             prompt.started_at = prompt.started_at or started_at
         if self._on_schedule is not None:
             self._on_schedule(schedule)
+        self._has_moved = schedule.moves_blocks
         if schedule.moves_blocks:
             self._move_blocks(schedule)
         self.swap_space.end_step()

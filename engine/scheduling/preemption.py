@@ -57,6 +57,7 @@ class Preemption:
         # What this step would have brought is not there to be swapped out.
         places = self.tables.pool.places(self.swapping.blocks(victim))
         is_incomplete = schedule.drop_copies_into(places)
+        schedule.promoted = [each for each in schedule.promoted if each[0] not in victim.sequences]
         if not is_incomplete and self._is_swapped(victim):
             self.swapping.swap_out(victim, schedule)
             self.counts = PreemptionCounts(swapped + 1, recomputed)

@@ -88,6 +88,10 @@ class Swapping:
         copies = pool.copies_to_host(zip(block_ids, host_ids, strict=True))
         schedule.swap_in += [(host, place) for place, host in copies]
         self._swap_space.free_after_step(host_ids)
+        # A beam without blocks may wait for those of another one, which computes nothing before all can.
+        for sequence in group.sequences:
+            num_exact = min(sequence.num_computed_tokens, sequence.num_exact_tokens)
+            schedule.promoted.append((sequence, num_exact // self._tables.block_size))
         group.swapped = None
         return True
 

@@ -9,6 +9,7 @@ length, and when the search ends. All of them are the same as in transformers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -90,10 +91,14 @@ class BeamSearch:
         running = scores + is_end * _IMPOSSIBLE
         width = min(self._params.width, count)
         best, order = running.topk(width)
+        # If too few others are allowed, some of these end an answer and are no beams.
+        goes_on = ~is_end[order]
+        best, order = best[goes_on], order[goes_on]
         candidates = _extensions(indices[:width], vocab_size)
         self._finish(scores[:width].tolist(), candidates, is_end[:width].tolist(), outputs, length)
         self._scores = best
-        self._update_is_done(float(best[0]), length, bool(is_end.all()))
+        best_running = float(best[0]) if len(best) else -math.inf
+        self._update_is_done(best_running, length, bool(is_end.all()))
         return [] if self.is_done else _extensions(indices[order], vocab_size)
 
     def _finish(

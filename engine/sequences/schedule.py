@@ -38,8 +38,8 @@ class Schedule:
         copies: (block, block) to copy before the second is written.
         pinned: cached blocks that are referenced until all copies have been made.
         promotions: (host block, block) to copy from the prefix cache in host memory.
-        promoted: (sequence, number of blocks) for each table with promoted blocks; after the copies, this
-            number of its leading blocks is full.
+        promoted: (sequence, number of blocks) for each table with blocks that were promoted or swapped in;
+            after the copies, this number of its leading blocks is full.
         sequences: the sequences to compute.
         admitted: the first sequences of the new or preempted groups that this step admits.
     """

@@ -47,6 +47,22 @@ def test_preempted_groups_give_the_same_tokens(
         assert engine.preemption.counts[not is_swapped] == engine.preemption.num_preempted
 
 
+def test_a_beam_without_blocks_does_not_wait_for_a_swapped_one_for_ever(
+    load: Callable[[str], LoadedModel],
+) -> None:
+    engine = make_engine(load("llama"), num_blocks=16, num_swap_blocks=3, prefers_swap=True)
+    searches = [(5, 3, 60), (26, 3, 20), (17, 2, 40), (9, 2, 20), (37, 2, 60)]
+    for index, (length, width, most) in enumerate(searches):
+        prompt = make_prompt(length, index)
+        engine.add_request(make_request(str(index), prompt, beam=BeamParams(width), max_tokens=most))
+    num_idle = 0
+    while not engine.is_idle:
+        engine.step()
+        num_idle = 0 if engine.num_stepped else num_idle + 1
+        assert num_idle < 10
+    engine.check_conservation()
+
+
 def test_an_aborted_group_frees_all_blocks(load: Callable[[str], LoadedModel]) -> None:
     engine = make_engine(load("llama"), num_blocks=30, num_swap_blocks=30, prefers_swap=True)
     for index in range(4):
