@@ -76,6 +76,16 @@ def test_an_answer_that_ends_is_kept_with_its_score() -> None:
     assert search.hypotheses == [(-2.0 / 2**2, [1, EOS], True)]
 
 
+def test_a_candidate_that_ends_an_answer_is_no_beam_if_others_are_missing() -> None:
+    search = BeamSearch(BeamParams(3), 10, frozenset({EOS}))
+    assert search.advance(logprobs({EOS: -1.0, 3: -2.0}), [[]]) == [(0, 3)]
+    assert search.hypotheses == [(-1.0, [EOS], True)]
+    assert search.advance(logprobs({3: -1.0}), [[3]]) == [(0, 3)]
+    assert search.advance(logprobs({EOS: -1.0}), [[3, 3]]) == []
+    assert search.is_done
+    assert [tokens for _, tokens, _ in search.hypotheses] == [[EOS], [3, 3, EOS]]
+
+
 def test_an_answer_ends_at_its_most_tokens() -> None:
     search = BeamSearch(BeamParams(2), 1, frozenset({EOS}))
     assert search.advance(logprobs({1: -1.0, 2: -2.0}), [[]]) == []
