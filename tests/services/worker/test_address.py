@@ -35,7 +35,7 @@ def test_without_redis_the_address_must_be_given() -> None:
     assert config.advertise == "10.0.0.5:9000"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "::", "worker.example"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "[::]", "worker.example"])
 def test_a_worker_that_strangers_reach_needs_a_secret_or_certificates(host: str) -> None:
     with pytest.raises(ValueError, match=r"QUIRE_CLUSTER_SECRET.*--cluster-cert.*--host on the loopback"):
         WorkerConfig(role="decode", host=host, advertise="10.0.0.5:9000")
@@ -46,6 +46,6 @@ def test_a_worker_that_strangers_reach_needs_a_secret_or_certificates(host: str)
     assert config.cluster_tls == TlsFiles(cert, key, ca)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_on_the_loopback_it_needs_none(host: str) -> None:
     assert WorkerConfig(role="decode", host=host).cluster_secret == b""
