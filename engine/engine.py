@@ -159,8 +159,6 @@ class Engine:
         record_drafts = None if self.speculator is None else self.speculator.record_verification
         self._results = StepResults(self.requests, tables, eviction, rules, record_drafts)
         self._on_schedule: Callable[[Schedule], None] | None = None
-        self._has_moved = False
-        """Whether the last step moved blocks."""
         self.num_stepped = 0
         """Sequences that the last step computed.
 
@@ -168,6 +166,8 @@ class Engine:
         """
         self.num_step_tokens = 0
         """Tokens that the last step computed."""
+        self.is_blocked = False
+        """Whether only an event from outside can let the next step compute or move anything."""
         self._clock = parts.clock
         self.step_clock = StepClock(parts.clock)
         self._threads = ThreadCount()
@@ -266,8 +266,7 @@ class Engine:
         # This is needed even without a batch: blocks may be free now because a group that did not fit was
         # preempted.
         self.transfers.grant_blocks()
-        # What a step without a batch has moved may be what a group waits for.
-        while not self.num_stepped and (self._has_moved or self.transfers.end_deadlocked()):
+        while self.is_blocked and self.transfers.end_deadlocked():
             updates = self._step()
             self.transfers.grant_blocks()
         return updates
@@ -293,7 +292,8 @@ class Engine:
             prompt.started_at = prompt.started_at or started_at
         if self._on_schedule is not None:
             self._on_schedule(schedule)
-        self._has_moved = schedule.moves_blocks
+        # What a step without a batch has moved may be what a group waits for.
+        self.is_blocked = not schedule.sequences and not schedule.moves_blocks
         if schedule.moves_blocks:
             self._move_blocks(schedule)
         self.swap_space.end_step()

@@ -266,11 +266,11 @@ class EngineThread:
                 with self._engine.rests.step():
                     updates = self._step()
                 self._watch.end_step()
-                # If nothing can be scheduled, only a command can change that: blocks arrive, a request ends.
-                can_step = self._engine.num_stepped > 0
+                # Only a command can let a blocked engine go on: blocks arrive, or a request ends.
+                can_step = not self._engine.is_blocked
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
-                if can_step and self._on_step:
+                if self._engine.num_stepped and self._on_step:
                     self._on_step(self._engine, self._engine.num_stepped)
         except Exception as error:
             # After a failed step the block tables may be inconsistent: fail all requests and serve no more.

@@ -466,7 +466,7 @@ class EngineMachine(RuleBasedStateMachine):
             collect(self.engine, self.outputs)
         self.engine.check_conservation()
         clear_unused(self.engine)
-        if not self.engine.num_stepped and not self.engine.is_idle:
+        if self.engine.is_blocked and not self.engine.is_idle:
             assert self.is_awaited(), "requests wait, none runs, and no event to come can change that"
 
     def is_awaited(self) -> bool:
