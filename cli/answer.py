@@ -22,12 +22,14 @@ class TimedAnswer:
     usage: Usage
     ttft_seconds: float
     e2e_seconds: float
+    num_later_tokens: int
+    """Tokens after those of the first message."""
 
     @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed: the tokens of all answers after the first one, divided by their time."""
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed: the tokens after the first message, divided by their time; None without any."""
         decode_seconds = self.e2e_seconds - self.ttft_seconds
-        return (self.usage.completion_tokens - 1) / decode_seconds if decode_seconds > 0 else 0.0
+        return self.num_later_tokens / decode_seconds if self.num_later_tokens else None
 
 
 def stream_answer(
@@ -44,10 +46,12 @@ def stream_answer(
     pieces: list[str] = []
     usage: Usage | None = None
     first: float | None = None
+    num_first_tokens = 0
     begin = time.perf_counter()
     with closing(client.stream(prompt, **options)) as deltas:
         for delta in deltas:
-            first = time.perf_counter() if first is None and delta.token_ids else first
+            if first is None and delta.token_ids:
+                first, num_first_tokens = time.perf_counter(), len(delta.token_ids)
             usage = delta.usage or usage
             if delta.index == 0:
                 pieces.append(delta.text)
@@ -57,16 +61,19 @@ def stream_answer(
         from quire.client import ServerError
 
         raise ServerError("the answer ended without its usage")
-    return TimedAnswer("".join(pieces), usage, (end if first is None else first) - begin, end - begin)
+    ttft_seconds = (end if first is None else first) - begin
+    num_later_tokens = usage.completion_tokens - num_first_tokens
+    return TimedAnswer("".join(pieces), usage, ttft_seconds, end - begin, num_later_tokens)
 
 
 def format_stats(answer: TimedAnswer) -> str:
     """Return one line about an answer: its speed, and the origin of its KV blocks."""
     usage = answer.usage
-    decoded = f"{usage.completion_tokens} tokens at {answer.tokens_per_second:.1f} tokens/s"
+    speed = answer.tokens_per_second
+    decoded = "1 token" if usage.completion_tokens == 1 else f"{usage.completion_tokens} tokens"
     parts = [
         f"TTFT {answer.ttft_seconds * 1000:.0f} ms",
-        "1 token" if usage.completion_tokens == 1 else decoded,
+        decoded if speed is None else f"{decoded} at {speed:.1f} tokens/s",
         f"prompt {usage.prompt_tokens} tokens, {usage.cached_prompt_tokens} cached",
         f"{usage.blocks_shipped} blocks ({format_size(usage.bytes_shipped)}) shipped,"
         f" {usage.blocks_reused_on_decode} already there",

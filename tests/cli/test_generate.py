@@ -117,10 +117,15 @@ def test_errors_name_the_remedy(quire: Quire, fake_generation: Any) -> None:
     assert "no server answers at 127.0.0.1:1" in result.stderr
 
 
-def test_stats_of_a_single_token_have_no_speed() -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "num_later", "shown"), [(1, 0, "1 token"), (5, 0, "5 tokens"), (5, 4, "5 tokens at 8.0 tokens/s")]
+)
+def test_stats_have_a_speed_if_tokens_came_after_the_first_message(
+    num_tokens: int, num_later: int, shown: str
+) -> None:
     usage = Usage(
         prompt_tokens=5,
-        completion_tokens=1,
+        completion_tokens=num_tokens,
         cached_prompt_tokens=0,
         blocks_shipped=0,
         bytes_shipped=0,
@@ -129,7 +134,7 @@ def test_stats_of_a_single_token_have_no_speed() -> None:
         blocks_pulled=3,
         bytes_pulled=3072,
     )
-    line = format_stats(TimedAnswer("x", usage, ttft_seconds=0.0124, e2e_seconds=0.0124))
-    assert line.startswith("TTFT 12 ms · 1 token · prompt ")
+    line = format_stats(TimedAnswer("x", usage, 0.0124, e2e_seconds=0.5124, num_later_tokens=num_later))
+    assert line.startswith(f"TTFT 12 ms · {shown} · prompt ")
     assert " · 3 blocks (3.0 KiB) pulled · " in line
     assert line.endswith(" · 1 retry")
