@@ -20,16 +20,11 @@ SETTINGS = (
 )
 
 
-def version() -> None:
-    """Print the version."""
-    from importlib.metadata import version as installed_version
-
-    typer.echo(f"quire {installed_version('quire-llm')}")
-
-
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        version()
+        from importlib.metadata import version
+
+        typer.echo(f"quire {version('quire-llm')}")
         raise typer.Exit
 
 
@@ -69,5 +64,4 @@ def make_app() -> typer.Typer:
     bench.callback()(lambda: None)
     app.command(rich_help_panel=MEASURE)(simulate)
     app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
-    app.command(rich_help_panel=MEASURE)(version)
     return app

@@ -19,7 +19,7 @@ from quire.cli.main import main
 Quire = Callable[..., Result]
 
 VERBS = ["serve", "router", "prefill", "decode", "doctor", "keys", "admin", "top"]
-VERBS += ["generate", "chat", "health", "bench", "simulate", "version"]
+VERBS += ["generate", "chat", "health", "bench", "simulate"]
 
 
 # What the services run with; the modules of their settings load none of it.
@@ -92,7 +92,7 @@ def test_the_version_is_that_of_the_distribution(quire: Quire) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))[
         "project"
     ]
-    assert quire("version").output == f"quire {project['version']}\n"
+    assert quire("--version").output == f"quire {project['version']}\n"
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,6 @@ def test_help_is_not_cut_where_there_is_little_room(
         [*command, verb, "--help"], capture_output=True, text=True, timeout=30, check=True, env=environment
     )
     assert "…" not in run.stdout
-
-
-def test_the_version_is_an_option_too(quire: Quire) -> None:
-    assert quire("--version").stdout == quire("version").stdout != ""
 
 
 def test_ctrl_c_before_a_command_runs_ends_it_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
