@@ -107,7 +107,7 @@ def scale(
     with connected(connection) as router:
         scaled = router.scale(requested)
     for name in scaled.started:
-        typer.echo(f"{name} serves")
+        typer.echo(f"{name} has started")
     for name in scaled.left:
         typer.echo(f"{name} has left")
     if not (scaled.started or scaled.left):

@@ -44,9 +44,9 @@ async def check_scaling(addresses: dict[str, str]) -> None:
 
         expected = await answers()
         steps = (
-            (["decode=3"], ["decode-1 serves", "decode-2 serves"]),
+            (["decode=3"], ["decode-1 has started", "decode-2 has started"]),
             (["decode=1", "prefill=0"], ["decode-1 has left", "decode-2 has left", "prefill-0 has left"]),
-            (["prefill=1"], ["prefill-0 serves"]),
+            (["prefill=1"], ["prefill-0 has started"]),
             (["prefill=1", "decode=1"], ["nothing to change"]),
         )
         for numbers, printed in steps:
