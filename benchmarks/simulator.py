@@ -60,7 +60,7 @@ class Options:
 
     seconds: Annotated[float, "length of each replay"] = 10.0
     repeats: Annotated[int, AtLeast(1), "replays of each load, each with other requests"] = 3
-    calibration: Annotated[Path | None, "file to write the calibration to"] = None
+    save_calibration: Annotated[Path | None, "file to write the calibration to"] = None
 
 
 @program
@@ -75,8 +75,8 @@ def main(options: Options) -> Report:
     )
     with local_stack(config) as stack:
         calibration = asyncio.run(_calibrate(stack))
-        if options.calibration is not None:
-            write_calibration(options.calibration, calibration)
+        if options.save_calibration is not None:
+            write_calibration(options.save_calibration, calibration)
         rows = [_compare(stack, calibration, options, number) for number in range(len(CASES))]
     columns = {
         "requests": "{workload}, {load:.0%}",
