@@ -118,7 +118,8 @@ def test_errors_name_the_remedy(quire: Quire, fake_generation: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_later", "shown"), [(1, 0, "1 token"), (5, 0, "5 tokens"), (5, 4, "5 tokens at 8.0 tokens/s")]
+    ("num_tokens", "num_later", "shown"),
+    [(1, 0, "1 token"), (5, 0, "5 tokens"), (5, 4, "5 tokens at 8.0 tokens/s")],
 )
 def test_stats_have_a_speed_if_tokens_came_after_the_first_message(
     num_tokens: int, num_later: int, shown: str
