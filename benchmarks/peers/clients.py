@@ -111,13 +111,12 @@ def usage_of(tail: bytes) -> dict[str, int] | None:
     return None
 
 
-async def run_together(send: Send, requests: Requests) -> Summary:
-    """Send all requests at once; return the figures when every answer is complete."""
+async def run_batches(send: Send, batches: Sequence[Requests]) -> Summary:
+    """Send all requests of a batch at once, and the next batch when every answer is complete."""
+    records: list[RequestRecord] = []
     begin = time.perf_counter()
-    records = await asyncio.gather(
-        *(
-            send(prompt, most, begin)
-            for prompt, most in zip(requests.prompts, requests.max_tokens, strict=True)
-        )
-    )
+    for requests in batches:
+        due = time.perf_counter()
+        each = zip(requests.prompts, requests.max_tokens, strict=True)
+        records += await asyncio.gather(*(send(prompt, most, due) for prompt, most in each))
     return summarize(records, time.perf_counter() - begin)

@@ -8,9 +8,10 @@ Two sides are ``quire serve`` with one worker for prompts and answers, over HTTP
 ``quire serve`` with a prefill and a decode worker (``1p1d``). The others are vLLM's OpenAI server, and a
 prefill and a decode server of vLLM with its NIXL connector. Each side uses all processors, which it shares
 with the client, and is stopped (SIGSTOP) while it is another side's turn. In a round, each side gets a
-workload's requests all at the same time. Prompts are token ids; answers are streamed, greedy, and continue
-after end-of-sequence tokens. Before the first round each side runs the workload once. The tables have the
-medians of the rounds, and how each side compares with vLLM in the same round.
+workload's requests all at the same time, or those of one stream one after the other. Prompts are token ids;
+answers are streamed, greedy, and continue after end-of-sequence tokens. Before the first round each side runs
+the workload once. The tables have the medians of the rounds, and how each side compares with vLLM in the same
+round.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from quire.benchmarks.peers.clients import (
     Send,
     grpc_sender,
     http_sender,
-    run_together,
+    run_batches,
 )
 from quire.benchmarks.peers.models import MODELS_HELP, random_model
 from quire.benchmarks.peers.processes import SideFailedError
@@ -47,6 +48,8 @@ from quire.cli.bench.summary import Summary
 
 BASELINE = "vllm"
 """The side with which all others are compared."""
+STREAMS_IN_TURN = 8
+"""How many answers a round of one stream has, one after the other; the times of a single one vary too much."""
 
 
 class Side(NamedTuple):
@@ -167,8 +170,9 @@ def measure(
 
     def run(side: str, index: int) -> Figures:
         # Two sides may share a server, which would have the same prompts in its prefix cache the second time.
-        requests = workload.requests(vocab_size, seed=(index + 1) * len(SIDES) + list(SIDES).index(side))
-        figures = asyncio.run(run_turn(side, running[side], requests))
+        num_batches = STREAMS_IN_TURN if workload.num_requests == 1 else 1
+        batches = [workload.requests(vocab_size, (side, index, number)) for number in range(num_batches)]
+        figures = asyncio.run(run_turn(side, running[side], batches))
         show_progress(f"{workload.name}, round {index + 1}: {side} {figures}")
         return figures
 
@@ -183,8 +187,8 @@ def measure(
     return rows, failures
 
 
-async def run_turn(side: str, server: Server, requests: Requests) -> Figures:
-    """Send requests to a side while only its server runs; return what the client measured.
+async def run_turn(side: str, server: Server, batches: Sequence[Requests]) -> Figures:
+    """Send batches of requests to a side while only its server runs; return what the client measured.
 
     Raises:
         SideFailedError: a request failed, or an answer has another length.
@@ -192,11 +196,12 @@ async def run_turn(side: str, server: Server, requests: Requests) -> Figures:
     async with server.turn(), SIDES[side].connect(server) as send:
         # The first request on a connection also opens it.
         await send(CHECK_PROMPT, CHECK_TOKENS, time.perf_counter())
-        summary = await run_together(send, requests)
+        summary = await run_batches(send, batches)
     if summary.failures:
         raise SideFailedError(f"{side} failed: {summary.failures}")
-    if summary.output_tokens != sum(requests.max_tokens):
-        raise SideFailedError(f"{side} sent {summary.output_tokens} tokens, not {sum(requests.max_tokens)}")
+    num_tokens = sum(sum(requests.max_tokens) for requests in batches)
+    if summary.output_tokens != num_tokens:
+        raise SideFailedError(f"{side} sent {summary.output_tokens} tokens, not {num_tokens}")
     return figures_of(summary)
 
 

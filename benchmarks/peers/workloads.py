@@ -41,13 +41,13 @@ class Workload(NamedTuple):
         """Most tokens of a prompt and its answer."""
         return self.prefix_tokens + self.prompt_tokens[1] + self.output_tokens[1]
 
-    def requests(self, vocab_size: int, seed: int) -> Requests:
+    def requests(self, vocab_size: int, seed: object) -> Requests:
         """Return the requests of one round.
 
-        All rounds have the same lengths. The tokens depend on the seed, so no round finds another's prompts
-        in a prefix cache.
+        All rounds have the same lengths. The tokens depend on the workload and on the text of the seed, so no
+        round finds another's prompts in a prefix cache.
         """
-        lengths, tokens = Random(0), Random(seed)
+        lengths, tokens = Random(0), Random(f"{self.name} {seed}")
         prefix = tokens.choices(range(10, vocab_size), k=self.prefix_tokens)
         prompts, max_tokens = [], []
         for _ in range(self.num_requests):

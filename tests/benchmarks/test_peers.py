@@ -62,6 +62,12 @@ def test_requests_of_a_workload(workload: Workload) -> None:
     assert longest <= workload.max_model_len
 
 
+def test_no_round_of_any_workload_finds_prompts_of_another_in_a_cache() -> None:
+    rounds = [workload.requests(4096, seed) for workload in WORKLOADS.values() for seed in range(-1, 5)]
+    begins = [{tuple(prompt[:8]) for prompt in requests.prompts} for requests in rounds]
+    assert len(set.union(*begins)) == sum(map(len, begins))
+
+
 def test_which_tokens_a_workload_counts() -> None:
     requests = Requests([[1, 2, 3], [4]], [10, 20])
     assert WORKLOADS["mixed"].num_tokens(requests) == 30

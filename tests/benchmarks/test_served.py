@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -13,7 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from quire.benchmarks.peers import clients, served
-from quire.benchmarks.peers.clients import completion_body, http_record, http_sender, run_together, usage_of
+from quire.benchmarks.peers.clients import completion_body, http_record, http_sender, run_batches, usage_of
 from quire.benchmarks.peers.processes import SideFailedError
 from quire.benchmarks.peers.served import Figures, figures_of
 from quire.benchmarks.peers.servers import Server, free_ports
@@ -75,7 +76,7 @@ def test_requests_are_streamed_and_greedy() -> None:
 def test_a_server_answers_in_its_turn_only(tmp_path: Path) -> None:
     async def answer(server: Server) -> Figures:
         async with server.turn(), http_sender(server.http_url) as send:
-            return figures_of(await run_together(send, Requests([[1, 2], [3]], [4, 5])))
+            return figures_of(await run_batches(send, [Requests([[1, 2], [3]], [4, 5])]))
 
     with start_server(tmp_path) as server:
         for _ in range(2):
@@ -91,7 +92,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
 
 
 def test_sides_are_compared_with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_turn(side: str, server: object, requests: Requests) -> Figures:
+    async def run_turn(side: str, server: object, batches: Sequence[Requests]) -> Figures:
         return SLOW if side == "vllm" else FAST
 
     monkeypatch.setattr(served, "run_turn", run_turn)
