@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Annotated, Any, NamedTuple
 
+from quire.benchmarks.harness.options import OneOf
 from quire.benchmarks.harness.program import Report, program
 from quire.benchmarks.harness.random_llamas import CACHE, random_llama
 from quire.benchmarks.harness.rounds import show_progress
@@ -75,7 +76,7 @@ class Options:
     decode: int = 1
     blocks: Annotated[int, "blocks of a worker's pool"] = 1024
     seed: int = 0
-    rules: Annotated[str, "rules, separated by commas"] = ",".join(RULES)
+    rules: Annotated[tuple[str, ...], OneOf(RULES)] = RULES
     folder: Path = CACHE
 
 
@@ -249,7 +250,7 @@ def _rows(runs: Mapping[str, list[Sent]], options: Options) -> list[dict[str, An
 def main(options: Options) -> Report:
     """Run the sessions under each rule."""
     runs: dict[str, list[Sent]] = {}
-    for rule in options.rules.split(","):
+    for rule in options.rules:
         config = LocalStackConfig(
             num_prefill=options.prefill,
             num_decode=options.decode,

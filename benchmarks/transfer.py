@@ -69,11 +69,15 @@ CEILINGS = ("TCP", "memcpy")
 class Options:
     """Options of the command line."""
 
-    mebibytes: Annotated[int, "size of one push"] = 256
+    mebibytes: Annotated[int, AtLeast(2), "size of one push"] = 256
     repeats: Annotated[int, AtLeast(1), "rounds; medians count"] = 5
     layers: Annotated[tuple[int, ...], "layers of a block, of 64 KiB; 32 and 80 as in 8B and 70B models"] = (
         *(1, 8, 32, 80),
     )
+
+    def __post_init__(self) -> None:
+        if self.mebibytes * MIB < layout(max(self.layers)).block_bytes:
+            raise ValueError(f"--mebibytes is less than a block of {max(self.layers)} layers")
 
 
 def layout(num_layers: int) -> KvLayout:

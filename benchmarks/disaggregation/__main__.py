@@ -75,7 +75,7 @@ class Options:
 
     model: Annotated[str, OneOf(SIZES)] = "7m"
     prompt_tokens: Annotated[tuple[int, ...], "lengths of the prompts"] = (128, 512, 2048, 3968)
-    output_tokens: int = 64
+    output_tokens: Annotated[int, AtLeast(2)] = 64
     seconds: Annotated[float, "length of each measurement, about"] = 10.0
     rounds: Annotated[int, AtLeast(1)] = 1
     folder: Path = CACHE

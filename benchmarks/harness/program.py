@@ -116,8 +116,10 @@ class Program(Generic[T]):
         # argparse returns positional words as a list.
         values = {name: tuple(each) if isinstance(each, list) else each for name, each in values.items()}
         try:
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
             return self._options(**values), out
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             parser.error(str(error))
 
     def _show(self, options: T, report: Report, out: Path | None) -> None:
@@ -127,7 +129,6 @@ class Program(Generic[T]):
         name = self._module.removeprefix("quire.benchmarks.")
         line = json.dumps({"benchmark": name, **_plain(options), **_plain(report.results)})
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
             (out / f"{name}.jsonl").write_text(line + "\n")
             for file, picture in report.pictures.items():
                 picture.savefig(out / file, dpi=120)

@@ -49,7 +49,7 @@ from quire.cli.bench.summary import Summary
 BASELINE = "vllm"
 """The side with which all others are compared."""
 STREAMS_IN_TURN = 8
-"""How many answers a round of one stream has, one after the other; the times of a single one vary too much."""
+"""How many answers a round of one stream has, one after the other, since the times of a single one vary."""
 
 
 class Side(NamedTuple):
