@@ -78,11 +78,11 @@ class RequestOptions:
         int | None,
         _option("--num-requests", "How many; by default all of a trace, or 2000.", REQUESTS, min=1),
     ] = None
-    rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001)] = round(
+    rate: Annotated[float, _option("--rate", "Requests a second.", REQUESTS, min=0.001, max=1e6)] = round(
         MOONCAKE_RATE, 2
     )
     speedup: Annotated[
-        float, _option("--speedup", "Replay a trace this many times as fast.", REQUESTS, min=0.001)
+        float, _option("--speedup", "Replay a trace this many times as fast.", REQUESTS, min=0.001, max=1e6)
     ] = 1.0
     input_len: Annotated[int, _option("--input-len", "Tokens of a prompt or turn.", REQUESTS, min=1)] = 1024
     shared_len: Annotated[int, _option("--shared-len", "Tokens of a shared prefix.", REQUESTS, min=0)] = 768
@@ -126,8 +126,8 @@ class RequestOptions:
 class ClusterOptions:
     """Options of the simulated cluster."""
 
-    num_prefill: Annotated[int, _option("--prefill", "Prefill workers.", CLUSTER, min=0)] = 2
-    num_decode: Annotated[int, _option("--decode", "Decode workers.", CLUSTER, min=1)] = 2
+    num_prefill: Annotated[int, _option("--prefill", "Prefill workers, without --find.", CLUSTER, min=0)] = 2
+    num_decode: Annotated[int, _option("--decode", "Decode workers, without --find.", CLUSTER, min=1)] = 2
     is_one_machine: Annotated[
         bool,
         _option("--one-machine", "All workers share the processors that were calibrated.", CLUSTER),
@@ -177,7 +177,7 @@ class ObjectiveOptions:
     share: Annotated[
         float, _option("--share", "Share of the requests that must be within both.", OBJECTIVE, min=0, max=1)
     ] = 0.9
-    max_workers: Annotated[int, _option("--max-workers", "Most workers to try.", OBJECTIVE, min=2)] = 64
+    max_workers: Annotated[int, _option("--max-workers", "Most workers to try.", OBJECTIVE, min=1)] = 64
 
     def slo(self) -> Slo:
         """Return the objective."""

@@ -38,7 +38,7 @@ def smallest_cluster(
 
     Args:
         config: the cluster; its numbers of workers are ignored.
-        max_workers: most workers to try, at least 2.
+        max_workers: most workers to try.
 
     Raises:
         NotWithinReach: even ``max_workers`` do not suffice.
@@ -56,7 +56,7 @@ def smallest_cluster(
         return None
 
     # Doubling finds a number that suffices; bisection then finds the smallest.
-    too_few, enough = 1, min(2, max_workers)
+    too_few, enough = 0, 1
     while (result := first_good(enough)) is None:
         if enough >= max_workers:
             best = max(tried, key=lambda trial: trial.figures.slo_share)
@@ -76,7 +76,7 @@ def smallest_cluster(
 
 
 def _splits(total: int) -> Iterator[int]:
-    """Yield numbers of prefill workers for a total: evenly spaced splits, the balanced one first."""
-    num_splits = min(total - 1, 9)
-    splits = {max(1, min(total - 1, round(total * (i + 1) / (num_splits + 1)))) for i in range(num_splits)}
+    """Yield numbers of prefill workers for a total: evenly spaced from 0 on, the balanced one first."""
+    num_splits = min(total, 10)
+    splits = {round(total * i / num_splits) for i in range(num_splits)}
     yield from sorted(splits, key=lambda split: abs(split - total / 2))

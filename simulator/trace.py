@@ -55,6 +55,8 @@ def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Trace
             )
             if not math.isfinite(request.arrival_seconds):
                 raise ValueError("the time is not finite")
+            if not all(0 <= each < 1 << 64 for each in request.block_ids):
+                raise ValueError("hash_ids are from 0 to 2**64 - 1")
         except (KeyError, OverflowError, TypeError, ValueError, RecursionError) as error:
             raise TraceError(
                 f"{path}:{number}: must have timestamp, input_length, output_length, hash_ids: {error!r}"

@@ -50,14 +50,17 @@ class BenchConfig:
     """
 
     rate: Annotated[
-        float | None, _load("--rate", "Open loop: this many requests a second, Poisson arrivals.", min=0.001)
+        float | None,
+        _load("--rate", "Open loop: this many requests a second, Poisson arrivals.", min=0.001, max=1e6),
     ] = None
     concurrency: Annotated[
         int, _load("--concurrency", "Closed loop: this many requests under way; unused with --rate.", min=1)
     ] = 8
     trace_speed: Annotated[
         float | None,
-        _load("--trace-speed", "Open loop at the trace's times, this many times as fast.", min=0.001),
+        _load(
+            "--trace-speed", "Open loop at the trace's times, this many times as fast.", min=0.001, max=1e6
+        ),
     ] = None
     rounds: Annotated[
         int, _load("--rounds", "Parts of the requests by which --compare takes turns.", min=1)

@@ -46,6 +46,7 @@ def test_the_published_format_is_read_in_order_of_arrival(tmp_path: Path) -> Non
         ("{", ":1: must have"),
         ('{"timestamp": 1}', ":1: must have"),
         ('{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}', ":1: input_length"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [-1]}', "from 0 to"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}', ":1: .* not finite"),
         ('{"timestamp": 1, "input_length": 513, "output_length": 1, "hash_ids": [0]}', "at least 2; got 1"),
         ("[" * 100_000, ":1: must have"),
