@@ -38,9 +38,14 @@ class NoTokenLeftError(RequestFailedError):
 
     def __init__(self, field: str, num_output_tokens: int) -> None:
         self.field = field
+        self._num_output_tokens = num_output_tokens
         others = "" if field == "format" else " that the other constraints allow"
         self.problem = f"leaves no token{others} after {num_output_tokens} tokens of the answer"
         super().__init__(f"{field} {self.problem}")
+
+    def __reduce__(self) -> tuple[type[NoTokenLeftError], tuple[str, int]]:
+        """Let another process make the same error, which ``BaseException`` would give only the message."""
+        return type(self), (self.field, self._num_output_tokens)
 
 
 def request_error(error: Exception) -> RequestFailedError:

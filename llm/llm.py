@@ -30,6 +30,7 @@ from quire.llm.batch import run_batch
 from quire.llm.config import LLMConfig, takes_fields_of
 from quire.llm.outputs import EngineStats, RequestOutput, RequestsFailedError
 from quire.llm.params import BeamSearchParams, SamplingParams
+from quire.llm.prompts import check_prompt, with_texts
 from quire.llm.request import EncodedPrompt, Request, TextOptions
 from quire.llm.structured import StructuredOutputsParams
 from quire.sampling.constraints import contradiction
@@ -41,8 +42,8 @@ from quire.tokenization.tokenizer import Tokenizer, load_model_files
 Prompts = str | Sequence[int] | Sequence[str | Sequence[int]]
 """One prompt or several prompts, each a text or its token ids."""
 
-Conversation = Sequence[Mapping[str, str]]
-"""Messages, each with ``role`` and ``content``."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with ``role`` and ``content``, which is a text or a list of parts of type ``text``."""
 
 P = TypeVar("P")
 
@@ -205,12 +206,12 @@ class LLM:
 
         Raises:
             ChatTemplateError: the model's template refuses a conversation.
-            ValueError: the model has no chat template.
+            ValueError: the model has no chat template, or a conversation is empty or not made of texts.
         """
         if self._chat_template is None:
             raise ValueError("the model has no chat template: use generate")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self._chat_template.render(conversation) for conversation in conversations]
+        texts = [self._chat_template.render(with_texts(each, at)) for at, each in enumerate(conversations)]
         # The template already contains the special tokens.
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         prompts = [EncodedPrompt(text, ids, is_chat=True) for text, ids in zip(texts, encoded, strict=True)]
@@ -240,6 +241,8 @@ class LLM:
 
     def _encode(self, prompts: Prompts) -> list[EncodedPrompt]:
         given: Any = [prompts] if isinstance(prompts, str) or _are_token_ids(prompts) else prompts
+        for at, prompt in enumerate(given):
+            check_prompt(prompt, f"prompts[{at}]")
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
         return [
@@ -348,7 +351,8 @@ class LLM:
 
 
 def _are_token_ids(prompts: Prompts) -> bool:
-    return bool(prompts) and isinstance(prompts[0], int)
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
+    return is_list and bool(prompts) and isinstance(prompts[0], int)
 
 
 def _combined(

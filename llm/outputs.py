@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quire.engine.errors import RequestFailedError
 
@@ -101,3 +101,7 @@ class RequestsFailedError(RuntimeError):
         failed = [(at, each) for at, each in enumerate(outputs) if isinstance(each, RequestFailedError)]
         at, error = failed[0]
         super().__init__(f"prompts[{at}]: {error} ({len(failed)} of {len(outputs)} prompts failed)")
+
+    def __reduce__(self) -> tuple[type[RequestsFailedError], tuple[Any, ...]]:
+        """Let another process make the same error, which ``BaseException`` would give only the message."""
+        return type(self), (self.outputs,)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cache
+from numbers import Integral
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from quire.llm.structured import StructuredOutputsParams
 from quire.sampling import params as engine
@@ -57,6 +60,8 @@ class SamplingParams(engine.CommonParams):
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        for name, kinds in _kinds(type(self)).items():
+            _check_kind(name, getattr(self, name), kinds)
         _ENGINE["n"].parameter.check(self.n)
         if self.best_of is not None:
             check_best_of(self.n, self.best_of)
@@ -155,6 +160,24 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             beam=beam,
         )
+
+
+@cache
+def _kinds(params: type) -> dict[str, frozenset[type]]:
+    """Return the types that each field may have."""
+    hints = get_type_hints(params).items()
+    return {
+        name: frozenset(get_args(hint) if get_origin(hint) is UnionType else (hint,)) for name, hint in hints
+    }
+
+
+def _check_kind(name: str, value: Any, kinds: frozenset[type]) -> None:
+    """Refuse what Python would take for another number: a fraction for a count, or a text for a bool."""
+    if kinds <= {int, NoneType}:
+        is_int = isinstance(value, Integral) and not isinstance(value, bool)
+        _check(name, value, is_int or (value is None and NoneType in kinds), "a whole number")
+    elif kinds == {bool}:
+        _check(name, value, isinstance(value, bool), "True or False")
 
 
 def _are_texts(texts: Any) -> bool:

@@ -61,6 +61,10 @@ class FormatFailedError(RequestFailedError):
         self.field = field
         self.problem = problem
 
+    def __reduce__(self) -> tuple[type[FormatFailedError], tuple[str, str]]:
+        """Let another process make the same error, which ``BaseException`` would give only the message."""
+        return type(self), (self.field, self.problem)
+
 
 class CompiledFormat:
     """A compiled format. The sequences that follow it at the same time share its lexer.

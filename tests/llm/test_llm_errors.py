@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from dataclasses import fields
 from inspect import signature
@@ -11,13 +12,15 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from quire.engine.errors import RequestFailedError
+from quire.engine.errors import NoTokenLeftError, RequestFailedError
 from quire.engine.sequences import sampler
 from quire.engine.sequences.sequence import Sequence
+from quire.engine.structured_output.grammar import FormatFailedError
 from quire.llm import LLM, BeamSearchParams, RequestOutput, RequestsFailedError, SamplingParams
 from quire.llm import llm as llm_module
 from quire.llm.batch import uninterrupted
 from quire.llm.config import LLMConfig
+from quire.llm.prompts import with_texts
 from quire.tokenization.chat_template import ChatTemplateError
 from quire.tokenization.tokenizer import MissingTokenizerError
 
@@ -34,6 +37,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         ({"best_of": 65}, "best_of must be from n = 1 to 64; got 65"),
         ({"stop": ["a", ""]}, "stop must be strings that are not empty"),
         ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({"max_tokens": 3.5}, "max_tokens must be a whole number; got 3.5"),
+        ({"seed": True}, "seed must be a whole number; got True"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False; got 'no'"),
         ({"min_tokens": 17}, "min_tokens must be from 0 to max_tokens = 16; got 17"),
         ({"logprobs": 21}, "logprobs must be from 0 to 20; got 21"),
         ({"logit_bias": {1: 101.0}}, r"logit_bias\[1\] must be from -100 to 100; got 101"),
@@ -61,10 +67,50 @@ def test_beam_parameters_too(params: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        NoTokenLeftError("bad_words", 3),
+        FormatFailedError("format.regex", "cannot be continued"),
+        RequestsFailedError([RequestFailedError("too bad")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_other_processes(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (type(error), str(error))
+    assert repr(vars(copy)) == repr(vars(error))
+
+
+@pytest.mark.parametrize(
+    ("conversation", "problem"),
+    [
+        ([], r"messages\[0\] must be a list of messages"),
+        ("hello", r"messages\[0\] must be a list of messages"),
+        ([{"role": "user"}], r"messages\[0\]\[0\].content must be a text; got None"),
+        ([{"role": "user", "content": b"hello"}], "must be a text; got b'hello'"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "must be a text; got .*image"),
+        ([{"role": "user", "content": "\ud800"}], r"messages\[0\]\[0\].content is no Unicode text"),
+        (["hello"], r"messages\[0\]\[0\] must be a message with role and content"),
+    ],
+)
+def test_conversations_consist_of_texts(conversation: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        with_texts(conversation, 0)
+
+
+def test_parts_of_a_content_are_joined() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert with_texts([{"role": "user", "content": parts}], 0) == [{"role": "user", "content": "a b"}]
+
+
+@pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
         (["fine", "x" * 400], GREEDY, r"prompts\[1\] must hold from 1 to 399 tokens.*; got 400"),
         (["fine", ""], GREEDY, r"prompts\[1\] must hold from 1 to 399 tokens.*; got 0"),
+        (b"fine", GREEDY, r"prompts\[0\] must be a text or a list of token ids; got int"),
+        (["fine", None], GREEDY, r"prompts\[1\] must be a text or a list of token ids; got NoneType"),
+        (["fine", "\ud800"], GREEDY, r"prompts\[1\] is no Unicode text"),
         ([[5, 320]], GREEDY, r"prompts\[0\] must be token ids below 320; got 320"),
         (["fine", "fine"], [GREEDY], "there are 2 prompts, but parameters for 1"),
         (["fine"], [], "there are 1 prompts, but parameters for 0"),
