@@ -23,7 +23,7 @@ class TimedAnswer:
     ttft_seconds: float
     e2e_seconds: float
     num_later_tokens: int
-    """Tokens after those of the first message."""
+    """Tokens after those of the first message; 0 if messages have whole answers."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -62,7 +62,9 @@ def stream_answer(
 
         raise ServerError("the answer ended without its usage")
     ttft_seconds = (end if first is None else first) - begin
-    num_later_tokens = usage.completion_tokens - num_first_tokens
+    # Of a search or of the best samples, messages have whole answers.
+    is_streamed = not (options.get("beam_width") or options.get("best_of"))
+    num_later_tokens = usage.completion_tokens - num_first_tokens if is_streamed else 0
     return TimedAnswer("".join(pieces), usage, ttft_seconds, end - begin, num_later_tokens)
 
 

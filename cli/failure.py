@@ -52,8 +52,10 @@ def writable(path: Path | None) -> Path | None:
         BadParameter: the file cannot be written.
     """
     if path is not None:
-        is_new = not path.exists()
         try:
+            is_new = not path.exists()
+            if not (is_new or path.is_file()):
+                return path  # a pipe would end for its reader
             path.open("ab").close()
             if is_new:
                 path.unlink()

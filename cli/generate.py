@@ -66,7 +66,7 @@ class AnswerOptions:
             "kv_budget_tokens": self.kv_budget,
             "beam_width": self.beam_width,
             "stop": self.stop,
-            "json_schema": self.json_schema.read_text("utf-8") if self.json_schema else None,
+            "json_schema": _read(self.json_schema) if self.json_schema else None,
             "regex": self.regex,
         }
 
@@ -125,6 +125,13 @@ class Answers:
     def _heading(self, index: int) -> str:
         score = self._scores.get(index)
         return f"[{index}]" if score is None else f"[{index}] score {score:.4f}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error}") from error
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -10,6 +10,9 @@ from quire.cli import options
 from quire.cli.failure import connection_problem, fail
 from quire.cli.spread import spread
 
+LONGEST_SECONDS = 1e9
+"""Longest deadline of a call; gRPC takes a much longer one for one that has passed."""
+
 
 @spread
 def health(
@@ -40,7 +43,9 @@ def health(
         opened = grpc.secure_channel(address, tls.credentials(), options=tls.options())
     with opened as channel:
         try:
-            answer, call = HealthStub(channel).Check.with_call(HealthCheckRequest(), timeout=timeout)
+            answer, call = HealthStub(channel).Check.with_call(
+                HealthCheckRequest(), timeout=min(LONGEST_SECONDS, timeout)
+            )
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 fail(f"{address} speaks gRPC but does not report its health: is it a server of quire?")

@@ -19,6 +19,9 @@ def main() -> None:
     """Run the command."""
     # Without this, gRPC prints lines to stderr that repeat the errors of the commands.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Python has no object for a stream that the caller has closed.
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As on stderr: a character that the terminal's encoding lacks must not end an answer.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -101,7 +101,7 @@ def load_calibration(path: Path) -> Calibration:
         fields = json.loads(path.read_text(encoding="utf-8"))
         points = {name: tuple(map(tuple, fields[name])) for name in ("prefill", "decode_step")}
         return Calibration(**{**fields, **points})
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CalibrationError(
             f"{path} is not a calibration: {error!r}; make one with --calibrate"
         ) from error

@@ -32,6 +32,13 @@ class TraceRequest(NamedTuple):
     """Ids of the input's blocks; the last block may be partial."""
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is no text: {error}") from error
+
+
 def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[TraceRequest]:
     """Return the requests of a file in the order of their arrival.
 
@@ -42,7 +49,7 @@ def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[Trace
         TraceError: a line is not a request.
     """
     requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import TypeAlias, cast
 
-from quire.cli.bench.summary import OK, RequestRecord
+from quire.cli.bench.summary import NOT_SENT, OK, RequestRecord
 from quire.cli.bench.workload import BenchRequest
 from quire.client import AsyncClient, QuireError
 
@@ -52,12 +52,17 @@ async def send(client: AsyncClient, request: BenchRequest, due_seconds: float) -
 async def send_session(
     client: AsyncClient, request: BenchRequest, due_seconds: float, record: Callable[[RequestRecord], None]
 ) -> None:
-    """Send a request and then its later turns, each after the answer before it, until one fails."""
+    """Send a request and then its later turns, each after the answer before it.
+
+    After a failure, the turns that could not be sent are recorded as ``NOT_SENT``.
+    """
     record(outcome := await send(client, request, due_seconds))
     token_ids: list[int] = []
     for turn in request.later_turns:
         if outcome.status != OK:
-            return
+            now = time.perf_counter()
+            record(RequestRecord(NOT_SENT, now, now))
+            continue
         await asyncio.sleep(turn.pause_seconds)
         token_ids += [*outcome.token_ids, *turn.token_ids]
         longer = request._replace(prompt=[*cast("Sequence[int]", request.prompt), *token_ids])

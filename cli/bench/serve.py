@@ -58,9 +58,9 @@ def serve(
     for each, summary in zip(addresses, summaries, strict=True):
         print_table(to_table(summary, each))
     line = to_json(summaries[0], config, *summaries[1:])
+    typer.echo(line)
     if json_file is not None:
         json_file.write_text(line + "\n", encoding="utf-8")
-    typer.echo(line)
     for summary in summaries:
         if not summary.num_succeeded:
             failures = ", ".join(f"{status} {count} times" for status, count in summary.failures.items())

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 OK = "OK"
+NOT_SENT = "NOT_SENT"
+"""Status of a turn that would have followed a failed one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from typer.testing import Result
 from quire.cli.bench.agents import agent_requests
 from quire.cli.bench.config import BenchConfig, Dataset
 from quire.cli.bench.dataset_files import read_burstgpt, read_sharegpt
-from quire.cli.bench.load import closed_loop
-from quire.cli.bench.summary import RequestRecord, summarize
-from quire.cli.bench.workload import BenchRequest
-from quire.client import ModelInfo
+from quire.cli.bench.load import closed_loop, send_session
+from quire.cli.bench.summary import NOT_SENT, RequestRecord, summarize
+from quire.cli.bench.workload import BenchRequest, Turn
+from quire.client import AsyncClient, ModelInfo
+from quire.rpc.errors import InvalidArgument
 from tests.testing.fake_generation import FakeGeneration
 
 Quire = Callable[..., Result]
@@ -121,6 +122,15 @@ def test_a_step_of_an_agent_repeats_all_before_it(bench: Any, fake_generation: F
     answers = {tuple(after[len(before) :][:3]) for before, after in continued}
     assert answers == {(0, 1, 2)}
     assert all(len(prompt) + 5 <= 512 for prompt in prompts)
+
+
+async def test_turns_after_a_failed_one_count_as_failures(fake_generation: FakeGeneration) -> None:
+    fake_generation.errors = [InvalidArgument("text", "is bad")]
+    session = BenchRequest([1], {}, later_turns=(Turn(0.0, [2]), Turn(0.0, [3])))
+    records: list[RequestRecord] = []
+    async with AsyncClient(fake_generation.address) as client:
+        await send_session(client, session, 0.0, records.append)
+    assert [record.status for record in records] == ["INVALID_ARGUMENT", NOT_SENT, NOT_SENT]
 
 
 def test_agents_have_the_published_medians() -> None:

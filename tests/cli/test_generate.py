@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,33 @@ def test_stats_go_to_stderr(quire: Quire, fake_generation: Any) -> None:
     assert result.stdout == "Blue is é🙂.\n"
     assert "prompt 40 tokens, 32 cached" in result.stderr
     assert "1 blocks (64.0 KiB) shipped, 2 already there" in result.stderr
+
+
+@pytest.mark.parametrize("options", [("--beam-width", "2"), ("--best-of", "2")])
+def test_stats_of_whole_answers_have_no_speed(
+    quire: Quire, fake_generation: Any, options: tuple[str, ...]
+) -> None:
+    result = quire("generate", "Hi", "--address", fake_generation.address, "--stats", *options)
+    assert " tokens · prompt " in result.stderr
+
+
+def test_a_schema_that_is_no_text_is_a_usage_error(
+    quire: Quire, fake_generation: Any, tmp_path: Path
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_bytes(b"\xff")
+    result = quire("generate", "Hi", "--address", fake_generation.address, "--json-schema", str(schema))
+    assert (result.exit_code, "cannot be read" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+def test_a_closed_stream_is_an_empty_one(command: list[str], fake_generation: Any, closed: str) -> None:
+    words = [*command, "generate", "--address", fake_generation.address, *(() if "<" in closed else ("Hi",))]
+    run = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, timeout=30, check=False
+    )
+    assert b"Traceback" not in run.stderr
+    assert run.returncode == 0
 
 
 def test_the_environment_gives_the_address(

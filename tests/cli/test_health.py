@@ -31,8 +31,9 @@ async def test_the_status_follows_the_server(quire: Quire) -> None:
         await server.ready()
         result = await ask(quire, server)
         assert (result.exit_code, result.stdout) == (0, "ready\n")
-        result = await asyncio.to_thread(quire, "health", "--address", server.address)
-        assert (result.exit_code, result.stdout) == (0, "ready\n")
+        for options in ((), ("--timeout", "inf")):
+            result = await asyncio.to_thread(quire, "health", "--address", server.address, *options)
+            assert (result.exit_code, result.stdout) == (0, "ready\n")
         await server.report(Health("stalled", "3 requests wait"))
         result = await ask(quire, server)
         assert (result.exit_code, result.stderr) == (
