@@ -101,7 +101,9 @@ class BenchConfig:
         bool, _prompts("--ignore-eos", "Always generate that many, whatever the model says.")
     ] = False
     temperature: Annotated[float, _prompts("--temperature", "0 is greedy.")] = 0.0
-    seed: Annotated[int, _prompts("--seed", "Same seed, same prompts and arrivals.")] = 0
+    seed: Annotated[
+        int, _prompts("--seed", "Same seed, same prompts and arrivals; a second run finds prompts cached.")
+    ] = 0
 
     def __post_init__(self) -> None:
         if self.dataset.is_file and self.dataset_path is None:
