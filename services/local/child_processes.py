@@ -34,7 +34,7 @@ from quire.services.launch.launcher import (
     Stopped,
     Waitable,
 )
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.settings.setting import SettingError
 
 KILL_SECONDS = 10.0
@@ -47,7 +47,7 @@ T = TypeVar("T")
 Target = Callable[..., None]
 Context = ForkServerContext | SpawnContext
 FROM_SCRATCH = multiprocessing.get_context("spawn")
-_log = get_logger("stack")
+_log = EventLogger("stack")
 
 
 class Child(NamedTuple):

@@ -31,7 +31,7 @@ from quire.services.local.places import (
     places_of,
     processors_of,
 )
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker_process import run_worker
 
@@ -44,7 +44,7 @@ WORKER_MODULES = (
 )
 """Modules that import torch, transformers and Numba, which takes seconds, and that do not import gRPC."""
 
-_log = get_logger("stack")
+_log = EventLogger("stack")
 
 
 class LocalLauncher(ChildProcesses[WorkerConfig]):

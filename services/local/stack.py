@@ -57,7 +57,7 @@ from quire.services.local.router_processes import (
 from quire.services.local.weights_column import WeightsColumn
 from quire.services.requests.served_model import check_text_files
 from quire.services.router.app import RouterAddresses
-from quire.services.server.log import configure_logging, get_logger
+from quire.services.server.log import EventLogger, configure_logging
 from quire.services.worker.config import RunningWorker, WorkerConfig
 from quire.settings.setting import MAX_PORT
 
@@ -66,7 +66,7 @@ JOIN_POLL_SECONDS = 0.05
 DRAIN_SECONDS = 5.0
 REDIS_SECONDS = 2.0
 
-_log = get_logger("stack")
+_log = EventLogger("stack")
 
 OpenLauncher = Callable[[LocalStackConfig, Callable[[Draining], None]], AbstractContextManager[Launcher]]
 """Function that opens the launcher of a stack. Its workers end with the context."""

@@ -16,7 +16,7 @@ from quire.models.embeddings import Pooling
 from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, ServiceError
 from quire.services.prefill.push import PrefillPush, PushedPrompt
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.server.phases import Phase, RequestPhases
 from quire.services.worker.parts import WorkerParts
 from quire.services.worker.prompt_steps import account_prompt, add_sequence, prompt_logprobs, pull_prefix
@@ -28,7 +28,7 @@ from quire.services.worker.requests.convert import (
 )
 from quire.services.worker.requests.updates import Updates
 
-_log = get_logger("worker")
+_log = EventLogger("worker")
 
 
 class PrefillCalls:

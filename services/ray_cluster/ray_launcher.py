@@ -33,7 +33,7 @@ from quire.services.local.child_processes import KILL_SECONDS
 from quire.services.local.config import LocalStackConfig
 from quire.services.ray_cluster.connection import connected
 from quire.services.ray_cluster.worker_actor import WorkerActor
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.worker.config import WorkerConfig
 
 PLACE_SECONDS = 60.0
@@ -42,7 +42,7 @@ AGAIN_SECONDS = 0.5
 """Interval at which an actor that Ray starts again is asked whether it is there."""
 METHODS_AT_ONCE = 4
 
-_log = get_logger("stack")
+_log = EventLogger("stack")
 
 
 @dataclass

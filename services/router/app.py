@@ -55,7 +55,7 @@ from quire.services.router.workers.tenant_turns import TenantTurns
 from quire.services.router.workers.worker import can_continue
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn, background, in_background
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
 from quire.services.server.process import raise_open_file_limit
@@ -69,7 +69,7 @@ STARTUP_POLL_SECONDS = 0.1
 READINESS_SECONDS = 0.1
 """Interval at which the health status follows the workers."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class RouterAddresses(NamedTuple):

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 CANCEL_SECONDS = 0.1
 """Time that a cancelled task may take to end before it is cancelled again."""
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
-_log = get_logger("server")
+_log = EventLogger("server")
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.:/@+\-]+")
 
 
 class EventLogger:
-    """Logs events with named fields."""
+    """Logs events of a subject, such as ``router`` or ``grpc``, with named fields."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"{_ROOT}.{name}")
@@ -77,11 +77,6 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return " ".join(f"{key}={_quote(value)}" for key, value in fields.items())
-
-
-def get_logger(name: str) -> EventLogger:
-    """Return the logger of a subject, such as ``router`` or ``grpc``."""
-    return EventLogger(name)
 
 
 def configure_logging(level: str = "info", *, stream: TextIO | None = None, **constant: object) -> None:

@@ -21,7 +21,7 @@ from quire.rpc.cluster_proof import RequireProof
 from quire.rpc.health import READY, Health
 from quire.rpc.server import GrpcServer, Service, Stop, grpc_server, serve_until_signal, tell_log
 from quire.services.server.background import in_background
-from quire.services.server.log import configure_logging, get_logger
+from quire.services.server.log import EventLogger, configure_logging
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
 from quire.services.server.process import keep_freed_buffers
@@ -54,7 +54,7 @@ MIN_PING_SECONDS = 0.1
 UNLEASED = Health("not_ready", "it has no lease in Redis yet, so no router finds it")
 STALLED = Health("stalled", "the engine's step takes more than ten times as long as such steps take")
 
-_log = get_logger("worker")
+_log = EventLogger("worker")
 
 
 async def serve(

@@ -26,7 +26,7 @@ from quire.protos import inference_pb2_grpc as pb_grpc
 from quire.rpc.errors import InvalidArgument, Unavailable
 from quire.rpc.health import STARTING, Health
 from quire.rpc.server import Draining, GrpcServer, Service, Stop, grpc_server, serve_until_signal
-from quire.services.server.log import configure_logging, get_logger
+from quire.services.server.log import EventLogger, configure_logging
 from tests.testing.rpc_errors import error_of
 from tests.testing.until import until
 
@@ -205,7 +205,7 @@ def test_a_log_outlives_the_stderr_of_its_start(monkeypatch: pytest.MonkeyPatch)
     configure_logging("info")
     first.close()
     monkeypatch.setattr(sys, "stderr", second)
-    get_logger("test").info("done")
+    EventLogger("test").info("done")
     assert second.getvalue().endswith("event=done\n")
 
 

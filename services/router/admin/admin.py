@@ -22,12 +22,12 @@ from quire.services.router.admin.roles import Roles
 from quire.services.router.metrics.metrics import TenantCounts
 from quire.services.router.workers.worker import Worker, load_of
 from quire.services.router.workers.worker_set import WorkerSet
-from quire.services.server.log import get_logger, set_level
+from quire.services.server.log import EventLogger, set_level
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 CALL_SECONDS = 5.0
 
-_log = get_logger("admin")
+_log = EventLogger("admin")
 Response = TypeVar("Response")
 
 

@@ -22,7 +22,7 @@ from quire.services.router.execution.cluster import Cluster
 from quire.services.router.metrics.metrics import TokenTimes
 from quire.services.router.workers.worker import Worker
 from quire.services.router.workers.worker_set import WorkerSet
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 CALL_SECONDS = 5.0
 DECISION_SECONDS = 1.0
@@ -30,7 +30,7 @@ DECISION_SECONDS = 1.0
 OPERATOR = "operator"
 """Cause of a change that an operator requested."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class RoleMetrics:

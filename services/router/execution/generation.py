@@ -37,13 +37,13 @@ from quire.services.router.outputs.best_of import best_of
 from quire.services.router.outputs.merge import merged
 from quire.services.router.outputs.output import OutputAssembler
 from quire.services.router.workers.answer_part import AnswerPart
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.server.phases import RequestPhases
 
 MAX_RETRIES = 3
 RETRY_BACKOFF_SECONDS = 0.05
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class GenerationRun:

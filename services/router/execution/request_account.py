@@ -13,10 +13,10 @@ from quire.services.router.execution.failures import WorkerCallFailed
 from quire.services.router.execution.token_charge import RequestCharge
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.outputs.answer_group import AnswerGroup
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.server.phases import Phase, RequestPhases
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class RequestAccount:

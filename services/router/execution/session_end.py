@@ -12,11 +12,11 @@ from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.metrics.turns import LastTurn
 from quire.services.router.workers.worker import Worker
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 CALL_SECONDS = 5.0
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 async def end_session(cluster: Cluster, tenant: str, session: str) -> int:

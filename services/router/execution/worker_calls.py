@@ -16,14 +16,14 @@ from quire.services.router.workers.answer_part import AnswerPart
 from quire.services.router.workers.output_reader import OutputReader, unavailable
 from quire.services.router.workers.worker import Worker
 from quire.services.server.background import Spawn
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 MAX_JOINED_TOKENS = 1024
 """Parts are joined until they have this many tokens; with 20 logprobs each these are 0.2 MB."""
 ABORT_SECONDS = 10.0
 """Longest wait for a worker's count of the tokens of an ended call, which it knows after its present step."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 def connection_lost() -> grpc.aio.AioRpcError:

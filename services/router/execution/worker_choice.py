@@ -21,13 +21,13 @@ from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.queue import Work
 from quire.services.router.workers.tenant_turns import Turn
 from quire.services.router.workers.worker import Worker, can_adapt, can_continue
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.server.phases import Phase
 
 LATE_FACTOR = 2.0
 """A new request is refused if its first token is expected after this many times its remaining time."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 @dataclass(eq=False)

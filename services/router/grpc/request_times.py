@@ -14,12 +14,12 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_of
 from quire.rpc.errors import ServiceError
 from quire.services.router.metrics.metrics import RouterMetrics
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.server.tracing import Span
 
 OK = grpc.StatusCode.OK.name
 
-_log = get_logger("router")
+_log = EventLogger("router")
 _FINISH_NAMES = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",

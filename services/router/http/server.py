@@ -44,7 +44,7 @@ from quire.services.router.http.shared.errors import (
     in_anthropic_form,
 )
 from quire.services.router.http.shared.resumable import ANSWERS, ResumableAnswers
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 CANCEL_SECONDS = 0.1
 """Time for handlers to end after they were cancelled at the server's stop."""
@@ -53,7 +53,7 @@ BACKLOG = 1024
 CLIENT_GONE = 499
 """Status that is counted if the client left before the answer; nginx uses the same."""
 
-_log = get_logger("http")
+_log = EventLogger("http")
 
 
 class HttpMetrics:

@@ -10,12 +10,12 @@ import grpc
 from quire.protos import worker_pb2
 from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.workers.worker import Worker
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 FAILED = "failed"
 """The reported reason if the call itself failed."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 def num_sealed_blocks(num_tokens: int, block_size: int) -> int:

@@ -33,7 +33,7 @@ from quire.services.router.outputs.output import OutputAssembler
 from quire.services.router.workers.worker import Worker, can_adapt
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.background import Spawn
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 MAX_UNDER_WAY = 4
 """Maximum number of requests whose answers are copied at the same time."""
@@ -48,7 +48,7 @@ MAX_COPIES = 3
 MAX_MISSING_BLOCKS = 16
 """An answer that would have to recompute more blocks than this is not moved."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class CopyMetrics:

@@ -24,7 +24,7 @@ from quire.rpc.errors import (
     quoted,
 )
 from quire.rpc.interceptors import OwnCalls, refusal
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 KEY_PREFIX = "quire-"
 KEY_BYTES = 32
@@ -34,7 +34,7 @@ _HEADER = "authorization: Bearer <key>, or x-api-key: <key>"
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_log = get_logger("tenants")
+_log = EventLogger("tenants")
 
 Headers = Iterable[tuple[str, str | bytes]]
 """Metadata of a gRPC call or headers of an HTTP request; names may be in upper or lower case."""

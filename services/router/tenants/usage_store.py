@@ -19,7 +19,7 @@ from quire.kvindex.guarded_index import NUM_AT_ONCE
 from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.redis_index import Client
 from quire.services.router.tenants.api_keys import Tenant
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 BUCKETS, RECORDS = "{t}b", "{t}r"
 
@@ -28,7 +28,7 @@ CALL_SECONDS = 0.1
 LEASE_SECONDS = 5.0
 """Time for which the counts of a router that was killed are still counted."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class Outcome(StrEnum):

@@ -14,11 +14,11 @@ from quire.rpc.cluster_proof import ClusterTrust
 from quire.services.router.workers.membership import Member
 from quire.services.router.workers.probe import Probe
 from quire.services.router.workers.worker import can_continue
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 _MUST_BE_EQUAL = ("model", "max_model_len", "vocab_size", "eos_token_ids", "text_digest", "embedding")
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class Acceptance:

@@ -16,14 +16,14 @@ from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.workers.answer_part import AnswerPart, part_of_output
 from quire.services.server.background import started
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 REOPEN_SECONDS = 0.2
 """Pause before a stream that has ended is opened again."""
 ENDED_BY_WORKER = "the worker has ended its stream of outputs"
 """Details of the error if a stream ends without an error, as it does when its worker stops."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class Connection(Protocol):

@@ -28,12 +28,12 @@ from quire.services.router.workers.probing import Probing
 from quire.services.router.workers.silences import Silences
 from quire.services.router.workers.watch import watch_worker
 from quire.services.router.workers.worker import Worker, can_adapt, has_substitute, load_of
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 HELD = ("stalled", "silent")
 """States of workers whose requests make no progress."""
 
-_log = get_logger("router")
+_log = EventLogger("router")
 
 
 class WorkerSet:

@@ -26,12 +26,12 @@ from quire.kvtransfer.pull_client import BlockPull, Holder
 from quire.kvtransfer.transports.interface import Transports
 from quire.protos import worker_pb2
 from quire.rpc.channels import ChannelPool
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 PULL_SECONDS = 5.0
 """Time limit of a pull for which the router gives none."""
 
-_log = get_logger("worker")
+_log = EventLogger("worker")
 
 
 @dataclass(eq=False)

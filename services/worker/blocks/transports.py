@@ -12,11 +12,11 @@ from quire.kvtransfer.transports.interface import OwnPool, Transports
 from quire.kvtransfer.transports.messages import MESSAGES_ONLY
 from quire.kvtransfer.transports.pool_socket import default_directory
 from quire.kvtransfer.transports.shared import SharedPools
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.worker.config import PLUG_INS, WorkerConfig
 from quire.settings.setting import SettingError
 
-_log = get_logger("worker")
+_log = EventLogger("worker")
 
 
 def open_transports(config: WorkerConfig, epoch: str, memory: KvMemory) -> Transports:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 from quire.engine.weights.adapters import Adapter, UnsupportedAdapterError
 from quire.rpc.errors import BadFileError, FailedPrecondition, InvalidArgument, NotFound
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.worker.state import WorkerState
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,128}")
-_log = get_logger("worker")
+_log = EventLogger("worker")
 
 
 class Adapters:

@@ -29,7 +29,7 @@ from quire.engine.sequences.schedule import StepKind
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculators import make_speculator
 from quire.sampling.params import SamplingParams
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.lifecycle.kv_events import Listeners
 from quire.services.worker.lifecycle.start import Start
@@ -40,7 +40,7 @@ from quire.services.worker.reports.metrics import (
     describe_cache,
 )
 
-_log = get_logger("worker")
+_log = EventLogger("worker")
 _WARM_UP_TOKENS = 16
 
 

@@ -28,11 +28,11 @@ from quire.models.embeddings import NoEmbeddingsError, read_embedding_config
 from quire.models.source import pin_revision, text_digest
 from quire.protos import worker_pb2
 from quire.rpc.errors import BadFileError
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
 
-_log = get_logger("worker")
+_log = EventLogger("worker")
 
 
 class Models(NamedTuple):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire.protos import admin_pb2
 from quire.rpc.errors import InvalidArgument
-from quire.services.server.log import LineFormatter, configure_logging, get_logger, set_level
+from quire.services.server.log import EventLogger, LineFormatter, configure_logging, set_level
 
 FIELD = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[A-Za-z0-9_.:/@+\-]+)')
 
@@ -60,7 +60,7 @@ def test_numbers_are_short_and_every_line_has_a_time() -> None:
 def test_events_below_the_level_are_omitted() -> None:
     stream = io.StringIO()
     configure_logging("warning", stream=stream, role="worker")
-    log = get_logger("test")
+    log = EventLogger("test")
     for level in ("debug", "info", "warning", "error"):
         getattr(log, level)(f"at_{level}")
     set_level(admin_pb2.LOG_LEVEL_DEBUG)
@@ -87,7 +87,7 @@ def test_a_traceback_is_one_value_of_the_line() -> None:
     try:
         raise ValueError("a\nb")
     except ValueError:
-        get_logger("test").exception("failed", request_id="r")
+        EventLogger("test").exception("failed", request_id="r")
     [text] = stream.getvalue().splitlines()
     fields = parsed(text)
     assert (fields["event"], fields["request_id"], fields["level"]) == ("failed", "r", "error")

@@ -14,7 +14,7 @@ from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 from quire.services.router.config import HttpTimes
 from quire.services.router.http.shared.bodies import json_response
 from quire.services.router.http.shared.errors import http_error
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 SERVER = "quire"
 MAX_HEADER_BYTES = 8190
@@ -32,7 +32,7 @@ FREE_FRAMING_BYTES = 64 << 10
 """Number of bytes of a body, as sent, from which on its chunks must not be tiny."""
 MIN_CHUNK_BYTES = 10
 
-_log = get_logger("http")
+_log = EventLogger("http")
 Count = Callable[[str, int], None]
 """A function that counts an answer by its route and status."""
 

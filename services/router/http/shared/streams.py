@@ -18,7 +18,7 @@ from quire.services.router.http.shared.errors import AnthropicErrorBody, HttpErr
 from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
 from quire.services.router.outputs.merge import merged
 from quire.services.router.tenants.api_keys import Headers, Tenant
-from quire.services.server.log import get_logger
+from quire.services.server.log import EventLogger
 
 KEEP_ALIVE_SECONDS = 15.0
 """Interval of keep-alive comments; proxies close a connection that is silent for a minute."""
@@ -32,7 +32,7 @@ Events = AsyncGenerator[bytes, None]
 """The bytes of events."""
 Failed = Callable[[HttpError], BaseModel]
 """Returns the last event of a stream that fails."""
-_log = get_logger("http")
+_log = EventLogger("http")
 
 
 class TypedEvent(BaseModel):
