@@ -87,26 +87,22 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return first
 
 
-class ClusterTls:
-    """Mutual TLS between router and workers: each side shows a certificate of the cluster's authority."""
+def cluster_connect(files: TlsFiles | None) -> Connect:
+    """Return the function that opens channels within the cluster: plain ones, or with files by mutual TLS.
 
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
+    Each side shows a certificate of the cluster's authority. The files are read again for each channel; the
+    function raises BadFileError if one is missing or malformed, or the certificate is out of date.
+    """
+    if files is None:
+        return grpc.aio.insecure_channel
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a server of the cluster; see the function of the same name."""
-        return server_credentials(self._files)
-
-    def connect(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-        """Open a channel to a worker; the files are read again for each channel.
-
-        Raises:
-            BadFileError: a file is missing or malformed, or the certificate is out of date.
-        """
-        certificate, key, authority = _read(self._files)
+    def connect(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        certificate, key, authority = _read(files)
         credentials = grpc.ssl_channel_credentials(authority, key, certificate)
         name = ("grpc.ssl_target_name_override", CLUSTER_NAME)
         return grpc.aio.secure_channel(address, credentials, options=[*options, name])
+
+    return connect
 
 
 class _Renewal(Generic[T]):

@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grpc.aio
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from quire.kvtransfer.layout import layout_from_proto
@@ -32,7 +31,7 @@ from quire.rpc.server import (
     serve_until_signal,
     tell_log,
 )
-from quire.rpc.tls import ClusterTls
+from quire.rpc.tls import cluster_connect
 from quire.services.requests.served_model import load_served_model
 from quire.services.router.admin.admin import admin_server
 from quire.services.router.admin.roles import RoleMetrics, Roles
@@ -153,7 +152,6 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     It is ready once the model's tokenizer has been loaded, while a decode worker can serve requests.
     """
     cluster: asyncio.Future[Cluster] = asyncio.get_running_loop().create_future()
-    tls = None if config.cluster_tls is None else ClusterTls(config.cluster_tls)
     async with AsyncExitStack() as stack:
         instruments = await _open_instruments(config, stack)
         metrics = instruments.metrics
@@ -170,7 +168,7 @@ async def router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
             request_timeout_seconds=config.request_timeout_seconds,
             worker_wait_seconds=config.worker_wait_seconds,
         )
-        workers = _worker_set(config, sources, tls)
+        workers = _worker_set(config, sources)
         stack.push_async_callback(workers.close)
         roles = _roles(config, workers, metrics, instruments.clock)
         spawn = await stack.enter_async_context(background())
@@ -217,13 +215,13 @@ async def _open_instruments(config: RouterConfig, stack: AsyncExitStack) -> Inst
     return Instruments(metrics, tracer, clock)
 
 
-def _worker_set(config: RouterConfig, sources: Sources, tls: ClusterTls | None) -> WorkerSet:
+def _worker_set(config: RouterConfig, sources: Sources) -> WorkerSet:
     return WorkerSet(
         sources.membership,
         expected_fingerprint=sources.expected_fingerprint,
-        connect=grpc.aio.insecure_channel if tls is None else tls.connect,
+        connect=cluster_connect(config.cluster_tls),
         silent_seconds=config.silent_seconds,
-        trust=ClusterTrust(config.cluster_secret, has_tls=tls is not None),
+        trust=ClusterTrust(config.cluster_secret, has_tls=config.cluster_tls is not None),
     )
 
 

@@ -20,6 +20,7 @@ from quire.rpc.call_limits import READ_SECONDS
 from quire.rpc.cluster_proof import RequireProof
 from quire.rpc.health import READY, Health
 from quire.rpc.server import GrpcServer, Service, Stop, grpc_server, serve_until_signal, tell_log
+from quire.rpc.tls import server_credentials
 from quire.services.server.background import in_background
 from quire.services.server.log import EventLogger, configure_logging
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
@@ -131,7 +132,7 @@ def _server(start: Start, services: Sequence[Service]) -> AbstractAsyncContextMa
         port=config.port,
         registry=start.registry,
         grace_seconds=config.grace_seconds,
-        credentials=None if start.tls is None else start.tls.server_credentials(),
+        credentials=None if config.cluster_tls is None else server_credentials(config.cluster_tls),
         interceptors=guards,
         read_seconds=ROUTER_READ_SECONDS,
         min_ping_seconds=MIN_PING_SECONDS,

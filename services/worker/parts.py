@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
-
 from quire.engine.engine_thread import EngineThread
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.structured_output.grammar import GrammarCompiler
@@ -16,6 +14,7 @@ from quire.kvtransfer.metrics import TransferMetrics
 from quire.kvtransfer.transports.interface import Transports
 from quire.rpc.channels import ChannelPool
 from quire.rpc.proof import Caller
+from quire.rpc.tls import cluster_connect
 from quire.services.server.background import in_background
 from quire.services.server.tracing import open_tracer
 from quire.services.worker.blocks.block_reader import BlockReader
@@ -79,8 +78,7 @@ async def assemble_parts(start: Start, engine: EngineThread) -> WorkerParts:
             clock=time.perf_counter,
         )
     )
-    connect = grpc.aio.insecure_channel if start.tls is None else start.tls.connect
-    channels = ChannelPool(connect, Caller(config.cluster_secret))
+    channels = ChannelPool(cluster_connect(config.cluster_tls), Caller(config.cluster_secret))
     stack.push_async_callback(channels.close)
     transports = open_transports(config, identity.epoch, memory)
     stack.callback(transports.close)

@@ -19,7 +19,7 @@ from quire.client.admin import AdminClient
 from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.rpc.proof import Peer
-from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles
+from quire.rpc.tls import CLUSTER_NAME, TlsFiles, cluster_connect
 from quire.services.local.redis_process import RedisProcess
 from quire.services.local.stack import RunningStack
 from quire.services.router.tenants.api_keys import Tenant
@@ -48,11 +48,6 @@ class Secured:
     """Of the cluster."""
     index: redis.Redis
 
-    @property
-    def cluster(self) -> ClusterTls:
-        """How router and workers connect."""
-        return ClusterTls(self.files)
-
     @asynccontextmanager
     async def client(self, tenant: str) -> AsyncIterator[AsyncClient]:
         """Connect as a tenant."""
@@ -66,7 +61,7 @@ class Secured:
     @asynccontextmanager
     async def worker(self, name: str) -> AsyncIterator[Peer]:
         """Connect to a worker with a certificate and the secret of the cluster."""
-        async with self.cluster.connect(self.stack.ready[name].address) as channel:
+        async with cluster_connect(self.files)(self.stack.ready[name].address) as channel:
             yield self.stack.peer(name, channel)
 
     def blocks(self) -> set[bytes]:

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from quire.engine.engine_thread import EngineStoppedError
 from quire.kvindex.publisher import BlockPublisher
-from quire.rpc.tls import ClusterTls
 from quire.services.worker.config import WorkerConfig
 from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.lifecycle.kv_events import open_events
@@ -38,7 +37,6 @@ class Start:
     registry: CollectorRegistry
     publisher: BlockPublisher | None
     events: BlockPublisher | None
-    tls: ClusterTls | None
     address: asyncio.Future[str]
     metrics_port: asyncio.Future[int]
     failure: asyncio.Future[EngineStoppedError]
@@ -56,7 +54,6 @@ def begin(config: WorkerConfig, models: Models, identity: WorkerIdentity, stack:
         registry=registry,
         publisher=open_publisher(config, registry, stack),
         events=open_events(config, identity, stack),
-        tls=None if config.cluster_tls is None else ClusterTls(config.cluster_tls),
         address=loop.create_future(),
         metrics_port=loop.create_future(),
         failure=loop.create_future(),

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.rpc.errors import BadFileError
 from quire.rpc.server import GrpcServer, grpc_server
-from quire.rpc.tls import CLUSTER_NAME, ClusterTls, TlsFiles, server_context, server_credentials
+from quire.rpc.tls import CLUSTER_NAME, TlsFiles, cluster_connect, server_context, server_credentials
 from tests.testing.rpc_errors import error_of
 
 
@@ -57,21 +57,22 @@ async def test_a_public_port_with_a_certificate(authority: Any) -> None:
 
 
 async def test_within_a_cluster_both_ends_show_a_certificate(authority: Any) -> None:
-    cluster = ClusterTls(authority.issue(CLUSTER_NAME))
+    cluster = authority.issue(CLUSTER_NAME)
+    connect = cluster_connect(cluster)
     stranger = authority.other().issue("stranger")
-    async with served(cluster.server_credentials()) as server:
-        await check(cluster.connect(server.address))
+    async with served(server_credentials(cluster)) as server:
+        await check(connect(server.address))
         await refused(public_channel(server, authority.file, CLUSTER_NAME))
         # Signed by another authority, though it trusts ours.
         await refused(
-            ClusterTls(TlsFiles(stranger.certificate, stranger.key, authority.file)).connect(server.address)
+            cluster_connect(TlsFiles(stranger.certificate, stranger.key, authority.file))(server.address)
         )
 
 
 async def test_a_peer_must_be_of_the_cluster_not_only_of_its_authority(authority: Any) -> None:
-    other, cluster = authority.issue("other.example"), ClusterTls(authority.issue(CLUSTER_NAME))
+    other, cluster = authority.issue("other.example"), authority.issue(CLUSTER_NAME)
     async with served(server_credentials(other)) as server:
-        await refused(cluster.connect(server.address))
+        await refused(cluster_connect(cluster)(server.address))
 
 
 async def test_an_expired_certificate_is_refused_by_name(authority: Any) -> None:
@@ -79,7 +80,7 @@ async def test_an_expired_certificate_is_refused_by_name(authority: Any) -> None
     with pytest.raises(BadFileError, match=rf"{CLUSTER_NAME}.pem expired at .*: renew it"):
         server_credentials(expired)
     with pytest.raises(BadFileError, match="expired"):
-        ClusterTls(expired).connect("127.0.0.1:1")
+        cluster_connect(expired)("127.0.0.1:1")
 
 
 async def test_a_client_with_an_expired_certificate_is_refused(authority: Any) -> None:
