@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc.aio
 
 from quire.rpc.errors import BadFileError
+from quire.rpc.renewal import Renewal
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -25,7 +24,6 @@ Connect = Callable[..., grpc.aio.Channel]
 """A function that opens a channel; it takes the arguments of ``grpc.aio.insecure_channel``."""
 
 T = TypeVar("T")
-_log = logging.getLogger("quire.tls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +41,10 @@ class TlsFiles:
     key: Path
     authority: Path | None = None
 
-    @property
-    def version(self) -> tuple[int, ...]:
-        """The files' modification times, which show whether a file has changed.
-
-        Raises:
-            BadFileError: a file is gone.
-        """
-        return tuple(_modified(path) for path in (self.certificate, self.key, self.authority) if path)
+    def follow(self, read: Callable[[TlsFiles], T]) -> Renewal[T]:
+        """Return what reads the files again when they have changed."""
+        paths = [path for path in (self.certificate, self.key, self.authority) if path]
+        return Renewal(paths, lambda: read(self), "certificate")
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -59,9 +53,9 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     Raises:
         BadFileError: a file is missing or malformed, or the certificate is out of date.
     """
-    renewal = _Renewal(files, _server_configuration)
+    renewal = files.follow(_server_configuration)
     credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-        renewal.current,
+        renewal.first,
         renewal,  # type: ignore[arg-type]  # it may return None, which means no change
         require_client_authentication=files.authority is not None,
     )
@@ -74,8 +68,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     Raises:
         BadFileError: see ``server_credentials``.
     """
-    renewal = _Renewal(files, _server_context)
-    first = current = renewal.current
+    renewal = files.follow(_server_context)
+    first = current = renewal.first
 
     def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         nonlocal current
@@ -103,37 +97,6 @@ def cluster_connect(files: TlsFiles | None) -> Connect:
         return grpc.aio.secure_channel(address, credentials, options=[*options, name])
 
     return connect
-
-
-class _Renewal(Generic[T]):
-    """Returns a new configuration if the files have changed, or else None.
-
-    A server calls this before each handshake; gRPC does so in a separate thread.
-    """
-
-    def __init__(self, files: TlsFiles, read: Callable[[TlsFiles], T]) -> None:
-        self._files = files
-        self._read = read
-        self._lock = threading.Lock()
-        self._version = files.version
-        self.current = read(files)
-
-    def __call__(self) -> T | None:
-        with self._lock:
-            try:
-                version = self._files.version
-                if version == self._version:
-                    return None
-                renewed = self._read(self._files)
-                self._version = version
-            except BadFileError as error:
-                # A file that cannot be opened now, for example because descriptors ran out, is read again.
-                if not isinstance(error.__cause__, OSError):
-                    self._version = version
-                _log.error("certificate_not_reloaded", extra={"fields": {"error": error}})
-                return None
-            _log.info("certificate_reloaded", extra={"fields": {"file": self._files.certificate}})
-            return renewed
 
 
 def _server_configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
@@ -197,12 +160,5 @@ def _parse_certificates(path: Path, content: bytes) -> list[x509.Certificate]:
 def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise BadFileError(f"{path} cannot be read: {error}") from error
-
-
-def _modified(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
     except OSError as error:
         raise BadFileError(f"{path} cannot be read: {error}") from error

@@ -24,7 +24,7 @@ from quire.rpc.errors import (
     quoted,
 )
 from quire.rpc.interceptors import OwnCalls, refusal
-from quire.services.server.log import EventLogger
+from quire.rpc.renewal import Renewal
 
 KEY_PREFIX = "quire-"
 KEY_BYTES = 32
@@ -34,7 +34,6 @@ _HEADER = "authorization: Bearer <key>, or x-api-key: <key>"
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_log = EventLogger("tenants")
 
 Headers = Iterable[tuple[str, str | bytes]]
 """Metadata of a gRPC call or headers of an HTTP request; names may be in upper or lower case."""
@@ -129,9 +128,8 @@ class ApiKeys:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._version = _version(path)
-        self._tenants = read_keys(path)
+        self._renewal = Renewal([path], lambda: read_keys(path), "api_keys")
+        self._tenants = self._renewal.first
 
     def authenticate(self, headers: Headers) -> Tenant:
         """Return the tenant of the key in the headers; see ``Authenticator``."""
@@ -150,19 +148,8 @@ class ApiKeys:
 
     def reload(self) -> None:
         """Read the file again if it changed; if it is malformed, log that and keep the old keys."""
-        try:
-            version = _version(self._path)
-            if version == self._version:
-                return
-            self._tenants = read_keys(self._path)
-            self._version = version
-        except BadFileError as error:
-            # A file that cannot be opened now, for example because descriptors ran out, is read again later.
-            if not isinstance(error.__cause__, OSError):
-                self._version = version
-            _log.error("api_keys_not_reloaded", error=error)
-        else:
-            _log.info("api_keys_reloaded", keys=len(self._tenants))
+        if (renewed := self._renewal()) is not None:
+            self._tenants = renewed
 
 
 class RequireTenant(OwnCalls):
@@ -264,11 +251,3 @@ def _key(headers: Headers) -> str:
     if len(values) > 1 or scheme.lower() != "bearer" or not token:
         raise Unauthenticated(f"send one header: {_HEADER}", reason="MALFORMED_AUTHORIZATION")
     return token.strip()
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise BadFileError(f"API keys: {path} cannot be read: {error}") from error
-    return status.st_mtime_ns, status.st_size, status.st_ino
