@@ -126,11 +126,6 @@ class GrpcServer:
         self.address = f"{host}:{port}"
 
     @property
-    def is_ready(self) -> bool:
-        """Whether health checks get SERVING."""
-        return self.health.is_ready
-
-    @property
     def health(self) -> Health:
         """What health checks get; before the first report, the server is starting."""
         return self._health.health

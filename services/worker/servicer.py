@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any
 
 from quire.engine.engine import Engine
@@ -38,13 +37,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self.Decode = decode
         self._copier = BlockCopier(parts.engine, parts.puller)
 
-    async def StreamOutputs(
+    def StreamOutputs(
         self, request: worker_pb2.StreamOutputsRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.StreamOutputsResponse, None]:
         """Send the outputs of all decodes that name this stream."""
-        async with aclosing(self._parts.outputs.serve(request.stream_id)) as messages:
-            async for message in messages:
-                yield message
+        return self._parts.outputs.serve(request.stream_id)
 
     async def CopyBlocks(
         self, request: worker_pb2.CopyBlocksRequest, context: Any
@@ -74,13 +71,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         info.adapters.extend(adapters_to_proto(state))
         return info
 
-    async def WatchWorker(
+    def WatchWorker(
         self, request: worker_pb2.WatchWorkerRequest, context: Any
     ) -> AsyncGenerator[worker_pb2.WatchWorkerResponse, None]:
         """Report each change of this worker's state and load, until it ends."""
-        async with aclosing(self._parts.reports.follow(request.router_id)) as reports:
-            async for report in reports:
-                yield report
+        return self._parts.reports.follow(request.router_id)
 
     async def GetLoad(self, request: worker_pb2.GetLoadRequest, context: Any) -> worker_pb2.GetLoadResponse:
         """Count this worker's requests and blocks."""

@@ -97,7 +97,7 @@ async def test_without_a_prefill_worker_a_router_is_ready_and_answers(cluster: A
     await cluster["p1"].server.stop()
     await cluster.running.workers.refresh()
     assert (await ask(cluster)).choices
-    assert cluster.running.server.is_ready
+    assert cluster.running.server.health.is_ready
 
 
 @pytest.mark.parametrize(("state", "word"), [("is_stalled", "stalled"), ("is_draining", "draining")])
@@ -138,7 +138,7 @@ async def test_the_router_is_ready_with_one_decode_worker(cluster: Any, probed: 
         next(each for each in cluster.running.workers.all() if each.worker_id == "d1")
     )
     assert (await ask(cluster)).choices
-    assert cluster.running.server.is_ready
+    assert cluster.running.server.health.is_ready
 
 
 async def test_a_request_on_the_only_decode_worker_that_is_silent_is_stalled(cluster: Any) -> None:
@@ -147,10 +147,10 @@ async def test_a_request_on_the_only_decode_worker_that_is_silent_is_stalled(clu
     cluster.stub = await cluster.start(silent_seconds=60.0)
     running = cluster.running
     (worker,) = running.workers.all()
-    await until(lambda: running.server.is_ready)
+    await until(lambda: running.server.health.is_ready)
     with running.workers.dispatched(worker):
         worker.health.passed(SECONDS)
         await until(lambda: running.server.health.status == "stalled")
         assert running.server.health.reason == "no decode worker can serve: 1 silent; 1 request waits"
         worker.health.heard()
-        await until(lambda: running.server.is_ready)
+        await until(lambda: running.server.health.is_ready)

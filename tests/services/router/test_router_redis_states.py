@@ -125,7 +125,7 @@ async def answers(cluster: Any, stub: pb_grpc.GenerationServiceStub, seconds: fl
         )
         assert list(answer.choices[0].token_ids) == cluster.script.answer
         assert answer.usage.retries == 0
-        assert cluster.running.server.is_ready
+        assert cluster.running.server.health.is_ready
         assert live(cluster) == sorted(ROLES)
 
 

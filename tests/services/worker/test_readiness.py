@@ -45,11 +45,11 @@ async def server() -> AsyncIterator[GrpcServer]:
 async def test_a_worker_is_not_ready_while_its_engine_is_stalled(server: GrpcServer) -> None:
     state = WorkerState("decode")
     reporting = asyncio.create_task(_report_readiness(server, state, None))
-    await until(lambda: server.is_ready)
+    await until(lambda: server.health.is_ready)
     state.set_stalled(True)
-    await until(lambda: not server.is_ready)
+    await until(lambda: not server.health.is_ready)
     state.set_stalled(False)
-    await until(lambda: server.is_ready)
+    await until(lambda: server.health.is_ready)
     reporting.cancel()
 
 
@@ -62,11 +62,11 @@ async def test_a_worker_is_ready_from_its_first_lease_on_even_if_it_loses_it(ser
     state.set_stalled(True)
     state.set_stalled(False)
     await asyncio.sleep(0)
-    assert not server.is_ready
+    assert not server.health.is_ready
     lease.is_refused = False
-    await until(lambda: server.is_ready and ledger.is_following)
+    await until(lambda: server.health.is_ready and ledger.is_following)
     lease.is_refused = True
     await until(lambda: not ledger.is_following)
-    assert server.is_ready
+    assert server.health.is_ready
     reporting.cancel()
     await publisher.close()
