@@ -22,7 +22,7 @@ from quire.services.router.app import RouterAddresses, run_router
 from quire.services.router.config import PORT_STEP, RouterConfig
 from quire.services.server.log import configure_logging
 
-RouterProcesses = ChildProcesses[tuple[RouterConfig, str]]
+RouterProcesses = ChildProcesses[RouterConfig]
 """Processes that run ``run_router_process``."""
 
 
@@ -38,12 +38,10 @@ def run_router_processes(config: RouterConfig) -> None:
     received = stop_on_signals()
     patience = config.grace_seconds + KILL_SECONDS
     try:
-        with shared_ports(config) as shared:
-            arguments = {name: (each, each.log_level) for name, each in router_configs(shared).items()}
-            with stopped_at_end(patience, tell_log) as running:
-                routers: RouterProcesses = ChildProcesses(running, run_router_process)
-                routers.start(arguments)
-                _watch(routers)
+        with shared_ports(config) as shared, stopped_at_end(patience, tell_log) as running:
+            routers: RouterProcesses = ChildProcesses(running, run_router_process)
+            routers.start(router_configs(shared))
+            _watch(routers)
     except KeyboardInterrupt:
         if len(received) > 1:
             raise SystemExit(128 + received[-1]) from None
@@ -116,10 +114,9 @@ def _reserved(host: str, port: int) -> Iterator[int]:
         yield reserved.getsockname()[1]
 
 
-def run_router_process(argument: tuple[RouterConfig, str], report: Callable[[object], None]) -> None:
+def run_router_process(config: RouterConfig, report: Callable[[object], None]) -> None:
     """Run one router in this process, and report its addresses once it serves."""
-    config, log_level = argument
-    configure_logging(log_level, process="router")
+    configure_logging(config.log_level, process="router")
     asyncio.run(run_router(config, lambda running: report(running.addresses), report))
 
 

@@ -166,7 +166,7 @@ class RunningStack:
         self.addresses[name] = report
         # Restart the router at the same address, so that clients find it.
         again = on_the_same_ports(router_configs(self.config.router)[name], report)
-        self.router_processes.start_again_with(name, (again, self.config.log_level))
+        self.router_processes.start_again_with(name, again)
 
 
 def run(
@@ -230,7 +230,9 @@ def local_stack(
             process = redis.enter_context(RedisProcess(host=launcher.host))
             router_redis, worker_redis = process.router_url, process.worker_url
         secret = os.environ.get("QUIRE_CLUSTER_SECRET", "").encode() or secrets.token_bytes(32)
-        router = replace(config.router, redis_url=router_redis, cluster_secret=secret)
+        router = replace(
+            config.router, redis_url=router_redis, cluster_secret=secret, log_level=config.log_level
+        )
         config = replace(config, router=stack.enter_context(shared_ports(router)))
         routers = stack.enter_context(stopped_at_end(config.router.grace_seconds + KILL_SECONDS, show))
         running = RunningStack(
@@ -241,8 +243,7 @@ def local_stack(
             Caller(secret),
             redis=process,
         )
-        for name, each in router_configs(config.router).items():
-            running.router_processes.start({name: (each, config.log_level)})
+        running.router_processes.start(router_configs(config.router))
         launcher.start(worker_configs(config, running.make_worker))
         # Start the progress bar only now: its thread would receive the signals that are blocked while
         # processes start.
