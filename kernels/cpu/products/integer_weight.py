@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
     GROUP,
     STORAGE,
@@ -45,6 +44,7 @@ from quire.kernels.cpu.products.packed_weight import (
     num_padded_panels,
 )
 from quire.kernels.cpu.products.packing import have_same_sums
+from quire.kernels.cpu.products.panels import ARGUMENTS, fill_panels, padded_parts
 from quire.kernels.cpu.products.rounding import read_group, write_words
 
 
@@ -128,27 +128,11 @@ def tiles_are_exact() -> bool:
 
 def _quantize(weight: torch.Tensor, allocate: Allocate, by_tiles: bool) -> IntegerWeight:
     out_features, in_features = weight.shape
-    num_panels, num_whole = num_padded_panels(out_features), out_features // TILE_COLUMNS
-    panels = allocate((num_panels, in_features * TILE_COLUMNS + PANEL_TRAILER), torch.uint8)
-    panels[num_whole:] = 0
-    _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels)
-    rest = weight[num_whole * TILE_COLUMNS :]
-    rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
-    _quantize_panels(rest, panels[num_whole:])
+    panel_bytes = in_features * TILE_COLUMNS + PANEL_TRAILER
+    panels = allocate((num_padded_panels(out_features), panel_bytes), torch.uint8)
+    for part, target in padded_parts(weight, panels):
+        fill_panels(_kernel(STORAGE[weight.dtype]), part, target)
     return IntegerWeight(panels, out_features, in_features, weight.dtype, by_tiles)
-
-
-_FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
-_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
-
-
-def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor) -> None:
-    """Quantize whole panels of a weight on all threads."""
-    weight, counter = weight.contiguous(), np.zeros(1, np.int64)
-    addresses = weight.data_ptr(), panels.data_ptr()
-    sizes = weight.shape[1], len(weight) // TILE_COLUMNS
-    arguments = np.array([(*addresses, *sizes, counter.ctypes.data)], dtype=_ARGUMENTS)
-    threads.run(_kernel(STORAGE[weight.dtype]).address, arguments.ctypes.data, torch.get_num_threads())
 
 
 @exact
@@ -194,7 +178,7 @@ def _kernel(stored: Any) -> Any:
                         for shift in range(0, 32, 8):
                             sums[column] += np.int32(words[index, column] << shift) >> 24
 
-    return compile_kernel(_ARGUMENTS, kernel)
+    return compile_kernel(ARGUMENTS, kernel)
 
 
 def pack_integers(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> IntegerWeight:

@@ -28,6 +28,7 @@ from quire.kernels.cpu.products.packed_weight import (
     in_own_memory,
     num_padded_panels,
 )
+from quire.kernels.cpu.products.panels import padded_parts
 from quire.kernels.cpu.products.transposed import HALVES, SWAPPED, WORDS, can_transpose, transpose_panels
 
 logger = logging.getLogger(__name__)
@@ -64,12 +65,8 @@ def _in_panels(
         in_pairs: whether each two values of a column lie together, with the second one first.
     """
     out_features, in_features = weight.shape
-    num_whole = out_features // TILE_COLUMNS
     panels = allocate((num_padded_panels(out_features), in_features, TILE_COLUMNS), weight.dtype)
-    panels[num_whole:] = 0
-    rest = weight[num_whole * TILE_COLUMNS :]
-    rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
-    for part, target in ((weight[: num_whole * TILE_COLUMNS], panels), (rest, panels[num_whole:])):
+    for part, target in padded_parts(weight, panels):
         if can_transpose(in_features, weight.itemsize):
             order = WORDS if weight.itemsize == 4 else SWAPPED if in_pairs else HALVES
             transpose_panels(part, target, order)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import (
     GROUP,
     STORAGE,
@@ -29,6 +28,7 @@ from quire.kernels.cpu.kernel_cache import compile_kernel
 from quire.kernels.cpu.products.group_product import NIBBLES, SCALE_FACTOR
 from quire.kernels.cpu.products.group_weight import GroupWeight
 from quire.kernels.cpu.products.packed_weight import Allocate, EncodedWeight, in_own_memory, num_padded_panels
+from quire.kernels.cpu.products.panels import ARGUMENTS, fill_panels, padded_parts
 from quire.kernels.cpu.products.rounding import find_scales, read_group, write_words
 from quire.kernels.cpu.products.stored_types import group_bytes
 
@@ -79,29 +79,11 @@ def quantize(weight: torch.Tensor, weight_dtype: str, allocate: Allocate = in_ow
     out_features, in_features = weight.shape
     bits, num_panels = _BITS[weight_dtype], num_padded_panels(out_features)
     panels = allocate((num_panels, in_features // GROUP, group_bytes(bits)), torch.uint8)
-    num_whole = out_features // TILE_COLUMNS
-    panels[num_whole:] = 0
-    _quantize_panels(weight[: num_whole * TILE_COLUMNS], panels, weight_dtype)
-    rest = weight[num_whole * TILE_COLUMNS :]
-    rest = torch.nn.functional.pad(rest, (0, 0, 0, -len(rest) % TILE_COLUMNS))
-    _quantize_panels(rest, panels[num_whole:], weight_dtype)
+    for part, target in padded_parts(weight, panels):
+        fill_panels(_kernel(STORAGE[weight.dtype], bits, weight_dtype == "w4a8"), part, target)
     if weight_dtype == "w4a8":
         return GroupWeight(panels, out_features, in_features, weight.dtype, NIBBLES)
     return QuantizedWeight(panels, out_features, in_features, weight.dtype, weight_dtype)
-
-
-_FIELDS = ("weight", "panels", "in_features", "num_panels", "next_panel")
-_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
-
-
-def _quantize_panels(weight: torch.Tensor, panels: torch.Tensor, weight_dtype: str) -> None:
-    """Quantize whole panels of a weight on all threads."""
-    weight, counter = weight.contiguous(), np.zeros(1, np.int64)
-    addresses = weight.data_ptr(), panels.data_ptr()
-    sizes = weight.shape[1], len(weight) // TILE_COLUMNS
-    arguments = np.array([(*addresses, *sizes, counter.ctypes.data)], dtype=_ARGUMENTS)
-    kernel = _kernel(STORAGE[weight.dtype], _BITS[weight_dtype], weight_dtype == "w4a8")
-    threads.run(kernel.address, arguments.ctypes.data, torch.get_num_threads())
 
 
 @cache
@@ -135,4 +117,4 @@ def _kernel(stored: Any, bits: int, is_unsigned: bool) -> Any:
                 for column in range(TILE_COLUMNS):
                     stored_scales[column] = encode(scales[column] * factor, np.uint16)
 
-    return compile_kernel(_ARGUMENTS, kernel)
+    return compile_kernel(ARGUMENTS, kernel)

@@ -14,15 +14,12 @@ import numpy as np
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from quire.kernels.cpu import threads
 from quire.kernels.cpu.intrinsics import SQUARE, TILE_COLUMNS, fetch_and_increment, pointer, transpose
 from quire.kernels.cpu.kernel_cache import compile_kernel
+from quire.kernels.cpu.products.panels import ARGUMENTS, fill_panels
 
 WORDS, HALVES, SWAPPED = range(3)
 """Orders of the words: as they are, two rows of halves, or with swapped halves."""
-
-_FIELDS = ("source", "target", "words", "num_panels", "next_panel")
-_ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 
 
 def can_transpose(in_features: int, itemsize: int) -> bool:
@@ -39,11 +36,7 @@ def transpose_panels(weight: torch.Tensor, panels: torch.Tensor, order: int) -> 
         order: WORDS for values of 32 bits; for those of 16 bits HALVES, or SWAPPED, which writes pairs of
             inputs as ``[in_features / 2, TILE_COLUMNS, 2]``, the second one first.
     """
-    weight, counter = weight.contiguous(), np.zeros(1, np.int64)
-    addresses = weight.data_ptr(), panels.data_ptr()
-    sizes = weight.shape[1] * weight.itemsize // 4, len(weight) // TILE_COLUMNS
-    arguments = np.array([(*addresses, *sizes, counter.ctypes.data)], dtype=_ARGUMENTS)
-    threads.run(_kernel(order).address, arguments.ctypes.data, torch.get_num_threads())
+    fill_panels(_kernel(order), weight, panels)
 
 
 @cache
@@ -52,19 +45,19 @@ def _kernel(order: int) -> Any:
 
     def kernel(arguments: Any) -> None:
         args = carray(arguments, 1)[0]
+        num_words = np.int64(args.in_features if order == WORDS else args.in_features // 2)
         square = np.empty((SQUARE, TILE_COLUMNS), np.uint32)
         while True:
             panel = np.int64(fetch_and_increment(args.next_panel))
             if panel >= args.num_panels:
                 break
-            source = args.source + 4 * panel * TILE_COLUMNS * args.words
-            target = args.target + 4 * panel * TILE_COLUMNS * args.words
-            for first in range(0, args.words, SQUARE):
+            source = args.weight + 4 * panel * TILE_COLUMNS * num_words
+            target = args.panels + 4 * panel * TILE_COLUMNS * num_words
+            for first in range(0, num_words, SQUARE):
                 for column in range(0, TILE_COLUMNS, SQUARE):
-                    at = np.int64(source + 4 * (column * args.words + first))
+                    at = np.int64(source + 4 * (column * num_words + first))
                     to = np.int64(square.ctypes.data + 4 * column)
-                    stride = np.int64(args.words)
-                    transpose(at, stride, to, TILE_COLUMNS, np.float32(1.0), np.float32, SQUARE)
+                    transpose(at, num_words, to, TILE_COLUMNS, np.float32(1.0), np.float32, SQUARE)
                 start = target + 4 * first * TILE_COLUMNS
                 if order == HALVES:
                     halves = carray(pointer(start, np.uint16), (SQUARE, 2, TILE_COLUMNS))
@@ -81,4 +74,4 @@ def _kernel(order: int) -> Any:
                                 word = word << np.uint32(16) | word >> np.uint32(16)
                             words[k, column] = word
 
-    return compile_kernel(_ARGUMENTS, kernel)
+    return compile_kernel(ARGUMENTS, kernel)
