@@ -30,11 +30,13 @@ from quire.kernels.torch_functions import without_replacements
 def run_delta_net(
     layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Run a layer like ``Qwen3NextGatedDeltaNet``; see ``run_parts``."""
+    """Run a layer like ``Qwen3NextGatedDeltaNet`` or ``KimiLinearDeltaAttention``; see ``run_parts``."""
     return run_parts(layer, attend, hidden_states, _parts)
 
 
 def _parts(layer: Any, dtype: torch.dtype) -> StateParts:
+    if hasattr(layer, "forget_gate"):
+        return _kimi_parts(layer, dtype)
     names: tuple[str, ...]
     if hasattr(layer, "in_proj_qkvz"):  # Qwen3-Next
         names, divide = ("in_proj_qkvz", "in_proj_ba"), partial(_divide_interleaved, layer)
@@ -73,14 +75,6 @@ def _weights(layer: Any) -> LinearAttention:
         row_size=layer.head_v_dim,
         most_replaced=2 if getattr(layer, "allow_neg_eigval", False) else 1,
     )
-
-
-@without_replacements
-def run_kimi_delta_attention(
-    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    """Run a layer like ``KimiLinearDeltaAttention``; see ``run_parts``."""
-    return run_parts(layer, attend, hidden_states, _kimi_parts)
 
 
 def _kimi_parts(layer: Any, dtype: torch.dtype) -> StateParts:

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.layers import attention
 from quire.engine.model.layers.convolution_layers import run_short_convolution
-from quire.engine.model.layers.delta_layers import run_delta_net, run_kimi_delta_attention
+from quire.engine.model.layers.delta_layers import run_delta_net
 from quire.engine.model.layers.lightning_layers import run_lightning_attention
 from quire.engine.model.layers.llama4_layers import run_chunked_attention
 from quire.engine.model.layers.mamba_layers import run_mamba, run_selective_scan
@@ -215,7 +215,7 @@ def _mpt(layer: Any, attend: Attend, hidden_states: Any, position_bias: Any, **_
 
 
 _REPLACEMENTS = {
-    "bailing_hybrid": _Replacement("BailingHybridDeltaAttention", "forward", run_kimi_delta_attention),
+    "bailing_hybrid": _Replacement("BailingHybridDeltaAttention", "forward", run_delta_net),
     "bamba": _Replacement("BambaMixer", "forward", run_mamba),
     "big_bird": _Replacement("BigBirdSelfAttention", "forward", _bert),
     "bloom": _Replacement("BloomAttention", "forward", _bloom),
@@ -229,7 +229,7 @@ _REPLACEMENTS = {
     "gptj": _Replacement("GPTJAttention", "_attn", _from_heads),
     "granitemoehybrid": _Replacement("GraniteMoeHybridMambaLayer", "forward", run_mamba),
     "jamba": _Replacement("JambaMambaMixer", "forward", run_selective_scan),
-    "kimi_linear": _Replacement("KimiLinearDeltaAttention", "forward", run_kimi_delta_attention),
+    "kimi_linear": _Replacement("KimiLinearDeltaAttention", "forward", run_delta_net),
     "lfm2": _Replacement("Lfm2ShortConv", "forward", run_short_convolution),
     "lfm2_moe": _Replacement("Lfm2MoeShortConv", "forward", run_short_convolution),
     "lfm3": _Replacement("Lfm3ShortConv", "forward", run_short_convolution),
@@ -260,7 +260,6 @@ _KINDS: dict[Callable[..., Any], frozenset[str]] = {
     run_selective_scan: frozenset({"linear_attention"}),
     run_chunked_attention: frozenset({"chunked_attention"}),
     run_delta_net: frozenset({"linear_attention"}),
-    run_kimi_delta_attention: frozenset({"linear_attention"}),
     run_lightning_attention: frozenset({"linear_attention"}),
 }
 """What transformers calls the layers that a function replaces."""
