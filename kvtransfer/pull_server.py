@@ -31,7 +31,6 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         self._source = leases.source
         self._metrics = metrics
         self._transports = transports
-        self._lease_ms = int(LEASE_SECONDS * 1000)
 
     async def Pin(
         self, request: pb.PinRequest, context: grpc.aio.ServicerContext[pb.PinRequest, pb.PinResponse]
@@ -49,7 +48,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
         return pb.PinResponse(
             lease_id=lease.lease_id,
             num_blocks=len(lease.block_ids),
-            expires_in_ms=self._lease_ms,
+            expires_in_ms=int(LEASE_SECONDS * 1000),
             shared_pool=self._transports.offer,
         )
 
@@ -72,7 +71,7 @@ class KvPullServicer(kvtransfer_pb2_grpc.KvPullServiceServicer):
             self._leases.renew(request.lease_id)
         except TransferError as error:
             await context.abort(error.code, str(error))
-        return pb.RenewResponse(expires_in_ms=self._lease_ms)
+        return pb.RenewResponse()
 
     async def Release(
         self,

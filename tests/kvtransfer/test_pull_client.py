@@ -60,7 +60,7 @@ class ScriptedHolder(kvtransfer_pb2_grpc.KvPullServiceServicer):
 
     async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:
         self.renewals.put_nowait(request.lease_id)
-        return pb.RenewResponse(expires_in_ms=self.expires_in_ms)
+        return pb.RenewResponse()
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         self.released.append(request.lease_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,8 +153,12 @@ async def test_another_layout_is_refused(setup: Setup) -> None:
 
 async def test_a_renewed_lease_has_its_whole_time_again(setup: Setup) -> None:
     pinned = await setup.pin()
-    renewed = await setup.stub.Renew(pb.RenewRequest(lease_id=pinned.lease_id))
-    assert renewed.expires_in_ms == pinned.expires_in_ms == LEASE_SECONDS * 1000
+    assert pinned.expires_in_ms == LEASE_SECONDS * 1000
+    lease = setup.leases.find(pinned.lease_id)
+    lease.expires_at -= LEASE_SECONDS / 2
+    before = time.monotonic()
+    await setup.stub.Renew(pb.RenewRequest(lease_id=pinned.lease_id))
+    assert lease.expires_at >= before + LEASE_SECONDS
 
 
 async def test_an_unknown_lease_is_not_found(setup: Setup) -> None:
