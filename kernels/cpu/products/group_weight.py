@@ -9,29 +9,18 @@ import torch
 from numba import from_dtype, types
 
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
+from quire.kernels.cpu.products.coded_weight import CodedWeight
 from quire.kernels.cpu.products.group_product import GROUP_CODINGS, OPERAND_BYTES, SCALE_FACTOR
 from quire.kernels.cpu.products.integer_weight import quantize_rows
-from quire.kernels.cpu.products.packed_weight import EncodedWeight, num_padded_panels
+from quire.kernels.cpu.products.packed_weight import num_padded_panels
 
 _PLACES = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
 """Places of the upper bits of 4 codes of 6 bits in a byte."""
 
 
 @dataclass(frozen=True)
-class GroupWeight(EncodedWeight):
-    """A weight in groups of codes.
-
-    Attributes:
-        panels: uint8 ``[out_features / TILE_COLUMNS, in_features / GROUP, bytes of a group]``.
-        coding: the NumPy type that stands for it in Numba.
-    """
-
-    coding: Any
-
-    @property
-    def stored(self) -> Any:
-        """The NumPy type that represents the weight in Numba."""
-        return self.coding
+class GroupWeight(CodedWeight):
+    """A weight in groups of codes, whose inputs are quantized too."""
 
     @property
     def rounds_inputs(self) -> bool:
