@@ -130,10 +130,7 @@ class BlockPool:
         for block_id in block_ids:
             self._ref_cnt[block_id] = 1
             self._generation[block_id] += 1
-        if evicted and self._lower:
-            self._lower.on_blocks_evicted(evicted)
-        elif evicted and self._listener:
-            self._listener.removed([block_hash for _, block_hash in evicted])
+        self._tell_evicted(evicted)
         return block_ids
 
     def allocate_prefix(self, num_blocks: int) -> list[int]:
@@ -279,6 +276,12 @@ class BlockPool:
             if (block_hash := self._hash_of[block_id]) is not None:
                 removed += [forgotten for _, forgotten in self._forget(block_hash)]
         self._tell_removed(removed)
+
+    def _tell_evicted(self, blocks: list[tuple[int, bytes]]) -> None:
+        if blocks and self._lower:
+            self._lower.on_blocks_evicted(blocks)
+        elif blocks and self._listener:
+            self._listener.removed([block_hash for _, block_hash in blocks])
 
     def _tell_removed(self, block_hashes: list[bytes]) -> None:
         if block_hashes and self._lower:

@@ -142,10 +142,7 @@ class WindowPool(BlockPool):
                     self._lower.on_block_stripped(stripped, stripped_hash)
                 self._strip(stripped)
         # The frames of evicted blocks hold their content until they are written again.
-        if evicted and self._lower:
-            self._lower.on_blocks_evicted(evicted)
-        elif evicted and self._listener:
-            self._listener.removed([block_hash for _, block_hash in evicted])
+        self._tell_evicted(evicted)
 
     def _strip(self, block_id: int) -> None:
         """Free the window part of a block."""
