@@ -74,7 +74,7 @@ def account_prompt(
     parts: WorkerParts, sequence: Sequence, pulled: worker_pb2.PullSummary, phases: RequestPhases
 ) -> None:
     """Record the metrics of a prompt that was just computed."""
-    parts.requests.record_computed(sequence)
+    parts.requests.loads.record_computed(sequence.attempt_id)
     phases.record(Phase.PREFILL_QUEUE, sequence.queued_at, sequence.started_at)
     phases.record(Phase.PREFILL_COMPUTE, sequence.started_at, perf_counter())
     parts.prompts.record_prompt(sequence, pulled.num_blocks * parts.memory.shape.block_size)

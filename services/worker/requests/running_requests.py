@@ -70,7 +70,7 @@ class RunningRequests:
         """Register the handler for ``abort``. Free the request's blocks in the engine when the handler ends.
 
         Args:
-            computes_prompt: whether the prompt is computed here; if so, ``record_computed`` must follow.
+            computes_prompt: whether the prompt is computed here, so that ``loads.record_computed`` follows.
         """
         attempt_id, sequence_id = sequence.attempt_id, message.sequence_id
         task = asyncio.current_task()
@@ -102,10 +102,6 @@ class RunningRequests:
             del self._handlers[sequence_id][task]
             if not self._handlers[sequence_id]:
                 del self._handlers[sequence_id]
-
-    def record_computed(self, sequence: Sequence) -> None:
-        """Subtract a computed prompt from the load that is reported to routers."""
-        self.loads.record_computed(sequence.attempt_id)
 
     async def abort(self, sequence_ids: Iterable[str], attempt: int) -> int:
         """End all attempts of the requests up to this one, and wait until they have ended.
