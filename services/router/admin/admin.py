@@ -20,12 +20,11 @@ from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Una
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
 from quire.services.router.metrics.metrics import TenantCounts
-from quire.services.router.workers.worker import Worker, load_of
+from quire.services.router.workers.worker import CALL_SECONDS, Worker, load_of
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.log import EventLogger, set_level
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
-CALL_SECONDS = 5.0
 
 _log = EventLogger("admin")
 Response = TypeVar("Response")

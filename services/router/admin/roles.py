@@ -20,11 +20,10 @@ from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, ServiceError, Unavailable
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.metrics.metrics import TokenTimes
-from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker import CALL_SECONDS, Worker
 from quire.services.router.workers.worker_set import WorkerSet
 from quire.services.server.log import EventLogger
 
-CALL_SECONDS = 5.0
 DECISION_SECONDS = 1.0
 """Interval at which the controller decides."""
 OPERATOR = "operator"

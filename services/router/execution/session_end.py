@@ -11,10 +11,8 @@ from quire.protos import worker_pb2
 from quire.rpc.channels import ChannelClosedError, closed_channel_errors
 from quire.services.router.execution.cluster import Cluster
 from quire.services.router.metrics.turns import LastTurn
-from quire.services.router.workers.worker import Worker
+from quire.services.router.workers.worker import CALL_SECONDS, Worker
 from quire.services.server.log import EventLogger
-
-CALL_SECONDS = 5.0
 
 _log = EventLogger("router")
 

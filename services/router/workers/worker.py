@@ -19,6 +19,8 @@ from quire.rpc.tls import Connect
 from quire.services.router.workers.health import WorkerHealth
 from quire.services.router.workers.output_reader import OutputReader
 
+CALL_SECONDS = 5.0
+"""Time limit of calls that a worker answers at once."""
 PING_OPTIONS = [
     # Workers that vanish are noticed by their silence (``silences.py``). These pings, and the
     # TCP_USER_TIMEOUT that gRPC sets with them, end what that cannot see: a single connection that is broken,
