@@ -93,13 +93,13 @@ class SharedMemory:
     def __init__(self, sizes: SharedSizes, descriptor: int | None = None) -> None:
         self.sizes = sizes
         num_bytes = sizes.offsets[3]
-        if descriptor is None:
-            descriptor = _create(num_bytes)
-        self.descriptor = descriptor
+        self.descriptor = os.memfd_create("quire-ranks") if descriptor is None else descriptor
         try:
-            self._map = mmap.mmap(descriptor, num_bytes)
+            if descriptor is None:
+                os.ftruncate(self.descriptor, num_bytes)
+            self._map = mmap.mmap(self.descriptor, num_bytes)
         except BaseException:
-            os.close(descriptor)
+            os.close(self.descriptor)
             raise
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address = self._bytes.ctypes.data
@@ -248,16 +248,6 @@ def pieces(borders: Int64s, rank: int) -> list[range]:
         found.append(range(first - own_first, first - own_first + size))
         first += size
     return found
-
-
-def _create(num_bytes: int) -> int:
-    descriptor = os.memfd_create("quire-ranks")
-    try:
-        os.ftruncate(descriptor, num_bytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _rounded(number: int, multiple: int) -> int:
