@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -18,6 +18,7 @@ from quire.services.router.http.shared.errors import AnthropicErrorBody, HttpErr
 from quire.services.router.http.shared.json_text import is_large, to_json, to_json_in_steps
 from quire.services.router.outputs.merge import merged
 from quire.services.router.tenants.api_keys import Headers, Tenant
+from quire.services.server.background import in_background
 from quire.services.server.log import EventLogger
 
 KEEP_ALIVE_SECONDS = 15.0
@@ -113,7 +114,7 @@ async def send_events(request: web.Request, events: Events, failed: Failed) -> w
             if first.done():
                 first.result()
             await response.prepare(request)
-            async with _kept_alive(response):
+            async with in_background(_keep_alive(response)):
                 await _send(response, first, events, failed)
         finally:
             first.cancel()
@@ -154,18 +155,9 @@ async def _next(events: Events) -> bytes:
     return await anext(events, b"")
 
 
-@asynccontextmanager
-async def _kept_alive(response: web.StreamResponse) -> AsyncIterator[None]:
-    """Send a comment every ``KEEP_ALIVE_SECONDS`` until the context ends."""
-
-    async def comment() -> None:
+async def _keep_alive(response: web.StreamResponse) -> None:
+    """Send a comment every ``KEEP_ALIVE_SECONDS`` until the client has gone."""
+    with suppress(ConnectionError):
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             await response.write(b": keep-alive\n\n")
-
-    commenting = asyncio.create_task(comment())
-    try:
-        yield
-    finally:
-        commenting.cancel()
-        await asyncio.gather(commenting, return_exceptions=True)
