@@ -115,17 +115,8 @@ class Screen:
 
     def _workers(self, is_wide: bool) -> Panel:
         shows_revision = is_wide or len({each.revision for each in self.last.now.status.workers}) > 1
-        headings = [
-            "WORKER",
-            "ROLE",
-            *["REVISION"] * shows_revision,
-            "STATE",
-            "BLOCKS",
-            "USED",
-            "RUN",
-            "WAIT",
-        ]
-        headings += ["MOVE", "TOKENS/S"]
+        headings = ["WORKER", "ROLE", *["REVISION"] * shows_revision, "STATE", "BLOCKS", "USED"]
+        headings += ["RUN", "WAIT", "MOVE", "TOKENS/S"]
         if is_wide:
             headings += ["FREE", "CACHED", "OUT/S", "IN/S"]
         elif not shows_revision:
