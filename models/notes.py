@@ -59,10 +59,6 @@ class Message(NamedTuple):
     role: str
     content: str
 
-    def as_dict(self) -> dict[str, str]:
-        """The turn in the form that chat templates and chat APIs accept."""
-        return {"role": self.role, "content": self.content}
-
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -133,5 +129,5 @@ def held_out(num: int, num_facts: int, seed: int = 0, num_turns: int = 1) -> lis
         turns = [Message("user", users[0])]
         for note, user in zip(asked, users[1:], strict=True):
             turns += [Message("assistant", answer(note)), Message("user", user)]
-        examples.append(Example([turn.as_dict() for turn in turns], answer(last)))
+        examples.append(Example([turn._asdict() for turn in turns], answer(last)))
     return examples
