@@ -65,15 +65,8 @@ def write_step(memory: SharedMemory, step: StepTensors) -> Header:
     if max(num_tokens, num_kept) > memory.sizes.max_rows:
         raise RanksError(f"a step of {num_tokens} tokens does not fit {memory.sizes.max_rows}")
     writer = _Writer(memory)
-    for tensor in (
-        step.input_ids,
-        step.positions,
-        step.logit_rows,
-        metadata.slot_mapping,
-        tables,
-        metadata.query_starts,
-        metadata.seq_lens,
-    ):
+    of_tokens = step.input_ids, step.positions, step.logit_rows, metadata.slot_mapping
+    for tensor in (*of_tokens, tables, metadata.query_starts, metadata.seq_lens):
         writer.put(tensor)
     max_rank = 0
     if step.adapters is not None:

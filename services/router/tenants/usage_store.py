@@ -89,21 +89,9 @@ class UsageStore:
         Returns:
             None if Redis does not answer.
         """
-        answer = await self._call(
-            self._take_places,
-            RECORDS + tenant.name,
-            [
-                self._router_id,
-                num_running,
-                num_waiting,
-                wanted,
-                int(is_new),
-                int(is_first),
-                tenant.max_requests,
-                tenant.max_waiting,
-                round(1000 * LEASE_SECONDS),
-            ],
-        )
+        own = [self._router_id, num_running, num_waiting, wanted, int(is_new), int(is_first)]
+        limits = [tenant.max_requests, tenant.max_waiting, round(1000 * LEASE_SECONDS)]
+        answer = await self._call(self._take_places, RECORDS + tenant.name, [*own, *limits])
         return None if answer is None else Outcome(answer.decode())
 
     async def _tokens(self, tenant: Tenant, num_spent: int, *, wanted: int) -> float | None:
