@@ -41,7 +41,7 @@ class FormatChecker:
         self._read_setup = read_setup
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = _nothing
+        self._end: Callable[[], object] = lambda: None
 
     @property
     def pid(self) -> int | None:
@@ -74,7 +74,7 @@ class FormatChecker:
     def close(self) -> None:
         """End the process; another check starts it again."""
         self._end()
-        self._process, self._end = None, _nothing
+        self._process, self._end = None, lambda: None
 
     def _ask(self, output_format: OutputFormat) -> dict[str, Any]:
         if self._process is None:
@@ -117,7 +117,3 @@ def _exchange(process: subprocess.Popen[bytes], value: object, timeout: float) -
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
-
-
-def _nothing() -> None:
-    pass
