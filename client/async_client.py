@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
@@ -13,11 +13,10 @@ import grpc
 from quire.client import conversion
 from quire.client.errors import QuireError, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
-from quire.client.router_client import RouterClient
+from quire.client.router_client import Method, RouterClient
 from quire.client.routers import Attempts
 from quire.client.types import Completion, Delta, Embeddings, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
-from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
 class AsyncClient(RouterClient):
@@ -124,16 +123,11 @@ class AsyncClient(RouterClient):
         await self.close()
 
     async def _receive(
-        self,
-        method: Callable[[GenerationServiceStub], Any],
-        parts: ResumableStream | ResumableBatch,
-        timeout: float | None,
+        self, method: Method, parts: ResumableStream | ResumableBatch, timeout: float | None
     ) -> AsyncGenerator[Any, None]:
         attempts, request = Attempts(self._routers, self._deadline(timeout)), parts.request()
         while True:
-            call = method(attempts.router.stub)(
-                request, timeout=attempts.seconds_left, metadata=self._metadata
-            )
+            call = self._begin(method, attempts, request)
             try:
                 with typed_errors():
                     async for response in call:
@@ -149,15 +143,11 @@ class AsyncClient(RouterClient):
             finally:
                 call.cancel()
 
-    async def _call(
-        self, method: Callable[[GenerationServiceStub], Any], request: Any, timeout: float | None
-    ) -> Any:
+    async def _call(self, method: Method, request: Any, timeout: float | None) -> Any:
         attempts = Attempts(self._routers, self._deadline(timeout))
         while True:
             try:
                 with typed_errors():
-                    return await method(attempts.router.stub)(
-                        request, timeout=attempts.seconds_left, metadata=self._metadata
-                    )
+                    return await self._begin(method, attempts, request)
             except QuireError as error:
                 await asyncio.sleep(attempts.pause_after(error))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.client.channel import channel_options, several_options
-from quire.client.routers import Routers
+from quire.client.routers import Attempts, Routers
 from quire.client.tls import Tls, bearer
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 LONGEST_SECONDS = 1e9
 """Longest seconds of a call: gRPC takes much longer ones, as infinity, for times in the past."""
+Method = Callable[[GenerationServiceStub], Any]
+"""Function that returns a method of a stub."""
 
 
 class RouterClient:
@@ -42,6 +44,11 @@ class RouterClient:
             return GenerationServiceStub(channel)
 
         self._routers = Routers(address, connect)
+
+    def _begin(self, method: Method, attempts: Attempts[GenerationServiceStub], request: Any) -> Any:
+        """Begin a call to the router of the present attempt."""
+        call = method(attempts.router.stub)
+        return call(request, timeout=attempts.seconds_left, metadata=self._metadata)
 
     def _deadline(self, timeout: float | None) -> float:
         return min(LONGEST_SECONDS, self._timeout if timeout is None else timeout)

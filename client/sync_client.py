@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
@@ -11,11 +11,10 @@ import grpc
 from quire.client import conversion
 from quire.client.errors import QuireError, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
-from quire.client.router_client import RouterClient
+from quire.client.router_client import Method, RouterClient
 from quire.client.routers import Attempts
 from quire.client.types import Completion, Delta, Embeddings, GenerationOptions, Message, ModelInfo, Prompt
 from quire.protos import inference_pb2 as pb
-from quire.protos.inference_pb2_grpc import GenerationServiceStub
 
 
 class Client(RouterClient):
@@ -124,16 +123,11 @@ class Client(RouterClient):
         self.close()
 
     def _receive(
-        self,
-        method: Callable[[GenerationServiceStub], Any],
-        parts: ResumableStream | ResumableBatch,
-        timeout: float | None,
+        self, method: Method, parts: ResumableStream | ResumableBatch, timeout: float | None
     ) -> Generator[Any, None, None]:
         attempts, request = Attempts(self._routers, self._deadline(timeout)), parts.request()
         while True:
-            call = method(attempts.router.stub)(
-                request, timeout=attempts.seconds_left, metadata=self._metadata
-            )
+            call = self._begin(method, attempts, request)
             try:
                 with typed_errors():
                     for response in call:
@@ -149,15 +143,11 @@ class Client(RouterClient):
             finally:
                 call.cancel()
 
-    def _call(
-        self, method: Callable[[GenerationServiceStub], Any], request: Any, timeout: float | None
-    ) -> Any:
+    def _call(self, method: Method, request: Any, timeout: float | None) -> Any:
         attempts = Attempts(self._routers, self._deadline(timeout))
         while True:
             try:
                 with typed_errors():
-                    return method(attempts.router.stub)(
-                        request, timeout=attempts.seconds_left, metadata=self._metadata
-                    )
+                    return self._begin(method, attempts, request)
             except QuireError as error:
                 time.sleep(attempts.pause_after(error))
