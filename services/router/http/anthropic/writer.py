@@ -24,7 +24,7 @@ from quire.services.router.http.anthropic.answer_bodies import (
 )
 from quire.services.router.http.anthropic.conversation import conversation
 from quire.services.router.http.anthropic.requests import CountTokensRequest, MessagesRequest
-from quire.services.router.http.shared.answers import AnswerWriter
+from quire.services.router.http.shared.answers import AnswerWriter, Messages
 from quire.services.router.http.shared.errors import HttpError, in_anthropic_form
 from quire.services.router.http.shared.token_counts import counting
 
@@ -81,9 +81,7 @@ class MessagesWriter(AnswerWriter[MessagesRequest]):
         """Return the client's names of fields of ``quire.v1``."""
         return [_NAMES]
 
-    async def events(
-        self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
-    ) -> AsyncGenerator[MessageEvent, None]:
+    async def events(self, messages: Messages) -> AsyncGenerator[MessageEvent, None]:
         """Yield the events of each message."""
         async with aclosing(messages):
             async for message in messages:

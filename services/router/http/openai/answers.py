@@ -18,7 +18,7 @@ from quire.services.router.http.openai.answer_bodies import ChatCompletionChunk,
 from quire.services.router.http.openai.logprobs import TokenNames
 from quire.services.router.http.openai.sampling_fields import GenerationFields
 from quire.services.router.http.openai.usage import UsageCount
-from quire.services.router.http.shared.answers import AnswerWriter
+from quire.services.router.http.shared.answers import AnswerWriter, Messages
 
 B = TypeVar("B", bound=GenerationFields)
 E = TypeVar("E", Completion, ChatCompletionChunk)
@@ -42,9 +42,7 @@ class OpenAIWriter(AnswerWriter[B], Generic[B, E]):
         """What the whole answer and all events begin with."""
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
-    async def events(
-        self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
-    ) -> AsyncGenerator[E, None]:
+    async def events(self, messages: Messages) -> AsyncGenerator[E, None]:
         """Yield the events of each message, and at the end the token counts if the client asked for them."""
         body, count = self.body, UsageCount(is_read_only=self.is_read_only)
         async with aclosing(messages):

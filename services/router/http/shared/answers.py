@@ -31,6 +31,7 @@ from quire.services.router.http.shared.streams import encoded, run, send_events
 from quire.services.router.outputs.answer_size import PromptLogprobs, all_of, check_answer_size
 
 B = TypeVar("B", bound=AnswerFields)
+Messages = AsyncGenerator[pb.GenerateStreamResponse, None]
 
 
 class AnswerWriter(ABC, Generic[B]):
@@ -65,9 +66,7 @@ class AnswerWriter(ABC, Generic[B]):
         """Return, for each prompt, the client's names of fields of ``quire.v1``, which errors use."""
 
     @abstractmethod
-    def events(
-        self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
-    ) -> AsyncGenerator[BaseModel, None]:
+    def events(self, messages: Messages) -> AsyncGenerator[BaseModel, None]:
         """Yield the events of the messages; a ``TypedEvent`` is sent with its type as its name."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ from quire.services.router.http.openai.responses.answer_bodies import Response, 
 from quire.services.router.http.openai.responses.chat_request import FIELD_NAMES, chat_request, known_tools
 from quire.services.router.http.openai.responses.output import Output
 from quire.services.router.http.openai.responses.requests import LOGPROBS, ResponseRequest
-from quire.services.router.http.shared.answers import AnswerWriter
+from quire.services.router.http.shared.answers import AnswerWriter, Messages
 from quire.services.router.http.shared.errors import HttpError
 from quire.services.router.http.shared.resumable import ANSWERS
 from quire.services.router.http.shared.token_counts import counting
@@ -64,9 +64,7 @@ class ResponseWriter(AnswerWriter[ResponseRequest]):
         """Return the client's names of fields of ``quire.v1``."""
         return [FIELD_NAMES]
 
-    async def events(
-        self, messages: AsyncGenerator[pb.GenerateStreamResponse, None]
-    ) -> AsyncGenerator[ResponseEvent, None]:
+    async def events(self, messages: Messages) -> AsyncGenerator[ResponseEvent, None]:
         """Yield the events of each message; the first ones are sent once the model has begun to answer."""
         is_first = True
         async with aclosing(messages):
