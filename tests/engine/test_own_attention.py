@@ -11,7 +11,7 @@ import torch
 from quire.benchmarks import model_sizes
 from quire.benchmarks.model_survey import generated_by_transformers, make_tiny_model
 from quire.engine.model.check import UnsupportedModelError
-from quire.engine.model.layers import own_attention
+from quire.engine.model.layers import attention, own_attention
 from quire.engine.weights.loader import load_model
 from tests.testing.tiny_engine import make_engine, make_request, run_in_order
 
@@ -91,7 +91,7 @@ def test_models_that_would_give_other_tokens_are_refused(
 
 
 def test_a_wrong_replacement_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unscaled(_: Any, attend: own_attention.Attend, *inputs: torch.Tensor) -> Any:
+    def unscaled(_: Any, attend: attention.Attend, *inputs: torch.Tensor) -> Any:
         return attend(*inputs, scaling=1.0).transpose(1, 2), None
 
     replacement = own_attention._REPLACEMENTS["gptj"]._replace(function=unscaled)

@@ -6,7 +6,7 @@ gets the step's block tables and the KV memory as keyword arguments, so there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ from quire.kernels.short_convolution import Convolution, short_convolution
 from quire.kernels.torch_functions import without_replacements
 
 IMPLEMENTATION = "quire"
+Attend = Callable[..., torch.Tensor]
+"""Attention of a layer: returns ``[1, num_tokens, num_heads, head_dim]`` for ``[1, num_heads, num_tokens,
+head_dim]`` queries, keys and values, perhaps a mask, and options of the attention interface."""
 
 
 class PagedStep(NamedTuple):

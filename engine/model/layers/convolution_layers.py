@@ -7,17 +7,15 @@ token fill the keys and values of one layer or of several.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from quire.engine.model.layers.attention import Attend
 from quire.kernels.short_convolution import Convolution
 
 
-def run_short_convolution(
-    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def run_short_convolution(layer: Any, attend: Attend, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """Run a layer like ``Lfm2ShortConv`` with the inputs of earlier tokens from KV blocks.
 
     Args:

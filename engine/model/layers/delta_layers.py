@@ -6,13 +6,13 @@ Kimi Linear and Ling 3.0, has one for each element of a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.layers.attention import Attend
 from quire.engine.model.layers.state_layers import (
     GatedNorm,
     StateParts,
@@ -27,9 +27,7 @@ from quire.kernels.torch_functions import without_replacements
 
 
 @without_replacements
-def run_delta_net(
-    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def run_delta_net(layer: Any, attend: Attend, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """Run a layer like ``Qwen3NextGatedDeltaNet`` or ``KimiLinearDeltaAttention``; see ``run_parts``."""
     return run_parts(layer, attend, hidden_states, _parts)
 

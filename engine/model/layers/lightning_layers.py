@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from quire.engine.model.layers.attention import Attend
 from quire.engine.model.layers.state_layers import GatedNorm, StateParts, checked, run_parts
 from quire.kernels.cpu.linear_attention import Decay, LinearAttention
 from quire.kernels.cpu.rows import Activation
@@ -16,7 +16,7 @@ from quire.kernels.torch_functions import without_replacements
 
 @without_replacements
 def run_lightning_attention(
-    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
+    layer: Any, attend: Attend, hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Run a layer like ``MiniMaxLightningAttention``; see ``run_parts``."""
     return run_parts(layer, attend, hidden_states, _parts), None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformers.integrations.moe import use_experts_implementation
 
+from quire.engine.model.layers.attention import Attend
+
 
 def run_chunked_attention(
     layer: Any,
-    attend: Callable[..., torch.Tensor],
+    attend: Attend,
     hidden_states: torch.Tensor,
     position_embeddings: torch.Tensor,
     attention_mask: torch.Tensor | None,

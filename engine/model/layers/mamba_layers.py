@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.layers.attention import Attend
 from quire.engine.model.layers.state_layers import (
     GatedNorm,
     StateParts,
@@ -30,9 +30,7 @@ Here they stay as they are, since a state must not depend on which tokens belong
 """
 
 
-def run_mamba(
-    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def run_mamba(layer: Any, attend: Attend, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """Run a layer like ``BambaMixer`` with the states of earlier tokens from KV blocks.
 
     Args:
@@ -104,9 +102,7 @@ def _weights(layer: Any) -> LinearAttention:
     )
 
 
-def run_selective_scan(
-    layer: Any, attend: Callable[..., torch.Tensor], hidden_states: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def run_selective_scan(layer: Any, attend: Attend, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     """Run a layer like ``MambaMixer``; see ``run_mamba``."""
     inputs, gate = layer.in_proj(hidden_states).float().chunk(2, dim=-1)
     output = attend(inputs, inputs, inputs, recurrence=kept_weights(layer, _scan_weights))

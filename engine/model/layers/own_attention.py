@@ -17,15 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quire.engine.model.check import UnsupportedModelError
 from quire.engine.model.layers import attention
+from quire.engine.model.layers.attention import Attend
 from quire.engine.model.layers.convolution_layers import run_short_convolution
 from quire.engine.model.layers.delta_layers import run_delta_net
 from quire.engine.model.layers.lightning_layers import run_lightning_attention
 from quire.engine.model.layers.llama4_layers import run_chunked_attention
 from quire.engine.model.layers.mamba_layers import run_mamba, run_selective_scan
-
-Attend = Callable[..., torch.Tensor]
-"""Attention of a layer: returns ``[1, num_tokens, num_heads, head_dim]`` for ``[1, num_heads, num_tokens,
-head_dim]`` queries, keys and values, perhaps a mask, and options of the attention interface."""
 
 
 class _Replacement(NamedTuple):

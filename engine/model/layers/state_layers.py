@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quire.engine.model.check import UnsupportedModelError
+from quire.engine.model.layers.attention import Attend
 from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear_attention import ROWS, LinearAttention
 from quire.kernels.cpu.recurrence import LANES, Recurrence
@@ -122,7 +123,7 @@ class StateParts(NamedTuple):
 
 def run_parts(
     layer: Any,
-    attend: Callable[..., torch.Tensor],
+    attend: Attend,
     hidden_states: torch.Tensor,
     make: Callable[[Any, torch.dtype], StateParts],
 ) -> torch.Tensor:
