@@ -20,6 +20,9 @@ from quire.engine.sequences.sequence import (
 )
 from quire.engine.sequences.stop_rules import StopRules
 
+Sampled = tuple[list[SequenceUpdate], dict[str, RequestFailedError]]
+"""Updates of the sequences that got tokens, and for each request with a failed sequence, the reason."""
+
 
 class SampledRows(NamedTuple):
     """The sequences for which a step samples tokens, and the row of logits after each one's last token."""
@@ -28,9 +31,7 @@ class SampledRows(NamedTuple):
     rows: list[int]
 
 
-def sample_tokens(
-    to_sample: SampledRows, logits: torch.Tensor, rules: StopRules
-) -> tuple[list[SequenceUpdate], dict[str, RequestFailedError]]:
+def sample_tokens(to_sample: SampledRows, logits: torch.Tensor, rules: StopRules) -> Sampled:
     """Sample the next token of each sequence, and one more after each right draft token.
 
     The tokens are appended to the sequences, whose status is updated.
@@ -39,9 +40,6 @@ def sample_tokens(
         to_sample: the sequences.
         logits: ``[num_rows, vocab_size]``.
         rules: decide when a sequence ends.
-
-    Returns:
-        Updates of the sequences that got tokens, and for each request with a failed sequence, the reason.
     """
     updates, errors = _sample_round(to_sample, logits, rules)
     drafted = [each for each in updates if each.sequence.draft_token_ids]
@@ -58,9 +56,7 @@ def sample_tokens(
     return updates, errors
 
 
-def _sample_round(
-    to_sample: SampledRows, logits: torch.Tensor, rules: StopRules
-) -> tuple[list[SequenceUpdate], dict[str, RequestFailedError]]:
+def _sample_round(to_sample: SampledRows, logits: torch.Tensor, rules: StopRules) -> Sampled:
     """Sample one token of each sequence; see ``sample_tokens``."""
     sequences, rows = to_sample
     if not sequences:

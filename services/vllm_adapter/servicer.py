@@ -56,6 +56,7 @@ MAX_FLUSH_SECONDS = 60.0
 LOAD_SECONDS = 1.0
 NO_DEADLINE_SECONDS = 600.0
 """Time limit of a request whose call has no deadline; most gateways set none."""
+Responses = AsyncGenerator[vllm.GenerateResponse, None]
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -120,9 +121,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
         except TimeoutError:
             raise DeadlineExceeded(f"the answer took more than {seconds:g} s") from None
 
-    async def _prefill(
-        self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any
-    ) -> AsyncGenerator[vllm.GenerateResponse, None]:
+    async def _prefill(self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any) -> Responses:
         """Compute a prompt, and yield an answer whose hand-off says where the prompt's blocks are."""
         if valid.params.max_tokens != 1:
             raise InvalidArgument(
@@ -155,9 +154,7 @@ class VllmEngineServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]
             yield answer.chunk()
         yield answer.complete()
 
-    async def _decode(
-        self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any
-    ) -> AsyncGenerator[vllm.GenerateResponse, None]:
+    async def _decode(self, request: vllm.GenerateRequest, valid: ValidRequest, context: Any) -> Responses:
         """Generate all answers; if the request has a hand-off, first pull the prompt's blocks."""
         decode = worker_pb2.DecodeRequest(
             sequence=_sequence(valid), pull_from=pull_source(request, self._trust)
