@@ -87,9 +87,7 @@ class StepTables:
 
     def _entries(self, block_ids: list[int]) -> list[int] | Int32s:
         """Return the entries of some blocks, with a row for each frame if there are several."""
-        if self._frame_tables is None:
-            return block_ids
-        return np.maximum(self._frame_tables[block_ids].T, 0)
+        return block_ids if self._frame_tables is None else np.maximum(self._frame_tables[block_ids].T, 0)
 
     def _rearrange(self, sequences: list[Sequence]) -> None:
         """Give each sequence its previous row, or a new one."""

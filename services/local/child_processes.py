@@ -249,9 +249,7 @@ def end_of(process: BaseProcess) -> str:
     process.join()
     code = process.exitcode
     assert code is not None
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _end_orphan(process: BaseProcess) -> None:

@@ -378,9 +378,7 @@ def _child(parent: Any, name: str) -> Any:
 
 
 def _scale(embedding: Any) -> float:
-    if isinstance(embedding, PackedEmbedding):
-        return embedding.scale
-    return embedding_scale(embedding)
+    return embedding.scale if isinstance(embedding, PackedEmbedding) else embedding_scale(embedding)
 
 
 def _finish(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
