@@ -26,7 +26,14 @@ from quire.services.router.tenants.api_keys import Tenant
 from quire.services.worker.config import DiskFolder
 from tests.testing.api_keys import write_keys
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
-from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, metric, wait_until_idle
+from tests.testing.stacks import (
+    GREEDY,
+    StartStack,
+    connect,
+    make_prompt,
+    metric,
+    wait_until_idle,
+)
 from tests.testing.tiny_engine import CPU, make_engine, make_request, run_in_order
 from tests.testing.until import until
 
@@ -78,7 +85,7 @@ async def generate(client: AsyncClient, index: int | None, prompt: list[int], **
 
 
 async def test_both_adapters_and_the_model_share_batches(cluster: RunningStack, adapters: Adapters) -> None:
-    async with connect(cluster) as (client, workers):
+    async with connect(cluster) as (client, _):
         prompts = [make_prompt(length, seed=5) for length in (20, 90, 330)]
         asked = [(index, prompt) for prompt in prompts for index in (0, None, 1, 0)]
         Random(1).shuffle(asked)
@@ -86,7 +93,6 @@ async def test_both_adapters_and_the_model_share_batches(cluster: RunningStack, 
         for (index, prompt), answer in zip(asked, answers, strict=True):
             assert list(answer.token_ids) == adapters.expected(index, tuple(prompt))
         assert len({tuple(adapters.expected(index, tuple(prompts[0]))) for index in (0, None, 1)}) == 3
-        await wait_until_idle(workers)
 
 
 async def test_a_cached_prefix_is_used_only_with_its_own_adapter(
@@ -118,7 +124,6 @@ async def test_a_pull_brings_only_blocks_of_the_same_adapter(
             async with decoding(workers["decode-0"], request) as decode:
                 assert await decode.token_ids() == adapters.expected(index, tuple(prompt))
             assert decode.accepted.accepted.pulled.num_blocks == num_pulled
-        await wait_until_idle(workers)
 
 
 async def test_a_worker_refuses_an_adapter_that_it_has_not(cluster: RunningStack) -> None:
@@ -184,7 +189,7 @@ async def test_adapters_are_added_replaced_and_removed_while_requests_run(
 ) -> None:
     prompt = make_prompt(60, seed=10)
     admin = AdminClient(stack.admin_address)
-    async with connect(stack) as (client, workers):
+    async with connect(stack) as (client, _):
 
         async def begin() -> tuple[list[int], Any]:
             stream = client.stream(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
@@ -217,7 +222,6 @@ async def test_adapters_are_added_replaced_and_removed_while_requests_run(
             await asyncio.to_thread(admin.remove_adapter, "adapter-0")
         with pytest.raises(QuireError, match="there is no folder /nowhere"):
             await asyncio.to_thread(admin.add_adapter, "adapter-0", "/nowhere")
-        await wait_until_idle(workers)
 
 
 async def test_a_request_that_waits_gets_the_weights_that_are_loaded_meanwhile(
@@ -226,7 +230,7 @@ async def test_a_request_that_waits_gets_the_weights_that_are_loaded_meanwhile(
     prompt = make_prompt(60, seed=11)
     with start_stack("llama", lora=flags(adapters)[:1]) as stack:
         admin = AdminClient(stack.admin_address)
-        async with connect(stack) as (client, workers):
+        async with connect(stack) as (client, _):
             await asyncio.to_thread(admin.drain, "decode-0")
             asked = asyncio.create_task(generate(client, 0, prompt))
             await until(
@@ -235,7 +239,6 @@ async def test_a_request_that_waits_gets_the_weights_that_are_loaded_meanwhile(
             await asyncio.to_thread(admin.add_adapter, "adapter-0", str(adapters.paths[1]))
             await asyncio.to_thread(admin.drain, "decode-0", undo=True)
             assert list((await asked).token_ids) == adapters.expected(1, tuple(prompt))
-            await wait_until_idle(workers)
 
 
 async def test_workers_with_different_weights_of_a_name_share_no_request(

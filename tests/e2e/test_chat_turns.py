@@ -25,7 +25,7 @@ from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.app import router
 from quire.services.router.config import RouterConfig
 from quire.services.router.execution import attempt
-from tests.testing.stacks import connect, metric, wait_until_idle
+from tests.testing.stacks import connect, metric
 from tests.testing.until import until
 
 NUM_CHATS, NUM_TURNS, NUM_FACTS = 2, 4, 20
@@ -110,7 +110,6 @@ async def test_every_turn_reuses_all_that_any_worker_holds(stack: RunningStack) 
                 held = [*prompt, *completion.token_ids][:-1]
                 messages.append({"role": "assistant", "content": completion.text})
                 await published(stack, workers)
-        await wait_until_idle(workers)
 
 
 async def published(stack: RunningStack, workers: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from quire.models.source import demo_model_path
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
-from tests.testing.stacks import answers_to, connect, wait_until_idle
+from tests.testing.stacks import answers_to, connect
 
 NUM_EXAMPLES, NUM_FACTS, MAX_TOKENS = 40, 20, 16
 NUM_CHATS, NUM_TURNS = 2, 8
@@ -60,9 +60,8 @@ async def test_the_stack_answers_exactly_like_transformers(
     bfloat16_stack: RunningStack, reference: Reference
 ) -> None:
     examples = held_out(NUM_EXAMPLES, NUM_FACTS)
-    async with connect(bfloat16_stack) as (client, workers):
+    async with connect(bfloat16_stack) as (client, _):
         answers = await answers_to(client, examples, MAX_TOKENS)
-        await wait_until_idle(workers)
     expected = [reference.text(reference.answer(example.messages)) for example in examples]
     num_right = sum(a == e.expected for a, e in zip(answers, examples, strict=True))
     assert num_right == sum(a == e.expected for a, e in zip(expected, examples, strict=True))
@@ -72,7 +71,7 @@ async def test_the_stack_answers_exactly_like_transformers(
 async def test_chats_of_eight_turns_equal_transformers_token_for_token(
     bfloat16_stack: RunningStack, reference: Reference
 ) -> None:
-    async with connect(bfloat16_stack) as (client, workers):
+    async with connect(bfloat16_stack) as (client, _):
         for index in range(NUM_CHATS):
             rng = Random(2 * HELD_OUT_SEEDS + index)
             notes = sample_notes(rng, NUM_FACTS)
@@ -89,4 +88,3 @@ async def test_chats_of_eight_turns_equal_transformers_token_for_token(
                 num_tokens += len(expected)
                 messages.append({"role": "assistant", "content": answer.text})
             assert num_tokens >= 64
-        await wait_until_idle(workers)

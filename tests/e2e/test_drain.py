@@ -59,7 +59,6 @@ async def test_no_client_notices_that_a_worker_and_then_the_router_is_stopped(
             await until_decode_workers(client, 1)
             await wait_until_idle(workers)
             await finish_streams_of_a_router(stack, client, expected("llama", prompts[0]))
-            await wait_until_idle(workers)
 
 
 async def finish_streams_of_a_router(stack: RunningStack, client: AsyncClient, expected: list[int]) -> None:

@@ -14,7 +14,7 @@ from quire.services.local.stack import local_stack
 from quire.services.router.config import RouterConfig
 from quire.services.worker.config import WorkerConfig
 from tests.testing.gguf_files import write_gguf
-from tests.testing.stacks import answers_to, connect, wait_until_idle
+from tests.testing.stacks import answers_to, connect
 
 
 async def test_the_demo_model_in_8_bits_answers_exactly(
@@ -28,8 +28,7 @@ async def test_the_demo_model_in_8_bits_answers_exactly(
     )
     examples = held_out(40, 20)
     with local_stack(config) as stack:
-        async with connect(stack) as (client, workers):
+        async with connect(stack) as (client, _):
             answers = await answers_to(client, examples)
-            await wait_until_idle(workers)
             assert (await client.model_info()).model == "demo"
     assert sum(a == e.expected for a, e in zip(answers, examples, strict=True)) >= 39

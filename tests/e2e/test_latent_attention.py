@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.testing.decodes import make_sequence, prefill, pull_source
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt
 
 MODEL = "glm4_moe_lite"
 LENGTH, NUM_NEW, NUM_FULL = 330, 64, 20
@@ -25,4 +25,3 @@ async def test_a_prompt_moves_between_workers(start_stack: StartStack, expected:
                 answer = await client.generate(prompt, **GREEDY)
                 assert list(answer.token_ids) == expected(MODEL, prompt)
                 assert answer.usage.blocks_shipped == -(-len(prompt) // 16)
-            await wait_until_idle(workers)

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import StartStack, connect, kill_busy_worker, make_prompt, metric, wait_until_idle
+from tests.testing.stacks import (
+    StartStack,
+    connect,
+    kill_busy_worker,
+    make_prompt,
+    metric,
+)
 from tests.testing.tiny_models import load_reference, search_beams
 
 TinyModel = Callable[[str], Path]
@@ -31,7 +37,7 @@ def prefill_counts(stack: RunningStack) -> list[float]:
 @pytest.mark.parametrize("length", [1, 17, 100])
 async def test_samples_equal_single_requests(length: int, stack: RunningStack) -> None:
     prompt = make_prompt(length, seed=31)
-    async with connect(stack) as (client, workers):
+    async with connect(stack) as (client, _):
         before = prefill_counts(stack)
         together = await client.generate(prompt, n=8, seed=70, **SAMPLED)
         after = prefill_counts(stack)
@@ -44,12 +50,11 @@ async def test_samples_equal_single_requests(length: int, stack: RunningStack) -
         assert [choice.text for choice in together.choices] == [each.text for each in separate]
         assert together.usage.completion_tokens == 8 * SAMPLED["max_tokens"]
         assert together.usage.blocks_shipped == num_blocks
-        await wait_until_idle(workers)
 
 
 async def test_beams_equal_transformers(stack: RunningStack, tiny_model: TinyModel) -> None:
     cases: list[tuple[int, int, float, Any]] = [(1, 2, 1.0, False), (33, 4, 0.5, True), (64, 2, 2.0, "never")]
-    async with connect(stack) as (client, workers):
+    async with connect(stack) as (client, _):
         for length, width, penalty, early in cases:
             prompt = make_prompt(length, seed=33)
             answer = await client.generate(
@@ -60,7 +65,6 @@ async def test_beams_equal_transformers(stack: RunningStack, tiny_model: TinyMod
             assert [list(choice.token_ids) for choice in answer.choices] == answers
             assert [choice.score for choice in answer.choices] == pytest.approx(scores, abs=1e-3)
             assert answer.usage.blocks_shipped == -(-(length - 1) // BLOCK_SIZE)
-        await wait_until_idle(workers)
 
 
 async def test_samples_survive_their_decode_worker(start_stack: StartStack) -> None:

@@ -21,7 +21,7 @@ from quire.protos import worker_pb2
 from quire.sampling.params import SamplingParams
 from quire.services.local.stack import RunningStack
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill
-from tests.testing.stacks import StartStack, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import StartStack, connect, make_prompt
 
 Expected = Callable[[str, list[int]], list[int]]
 
@@ -34,7 +34,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_every_prompt_twice(architecture: str, start_stack: StartStack, check_greedy: Any) -> None:
     with start_stack(architecture, max_num_batched_tokens=64) as stack:
-        async with connect(stack) as (client, workers):
+        async with connect(stack) as (client, _):
             for length in PROMPT_LENGTHS:
                 prompt = make_prompt(length)
                 first = await client.generate(prompt, **GREEDY)
@@ -45,7 +45,6 @@ async def test_every_prompt_twice(architecture: str, start_stack: StartStack, ch
                 num_blocks = -(-length // 16) - num_unseen
                 assert first.usage.blocks_shipped + first.usage.blocks_reused_on_decode == num_blocks
                 assert again.usage.cached_prompt_tokens >= (length - 1) // 16 * 16
-            await wait_until_idle(workers)
 
 
 async def test_a_kv_budget(stack: RunningStack, tiny_model: Any, expected: Expected) -> None:
@@ -59,23 +58,21 @@ async def test_a_kv_budget(stack: RunningStack, tiny_model: Any, expected: Expec
     engine.add_request(sequence)
     while not engine.is_idle:
         engine.step()
-    async with connect(stack) as (client, workers):
+    async with connect(stack) as (client, _):
         answer = await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
         assert answer.usage.blocks_shipped == 13
         assert list(answer.token_ids) == sequence.token_ids[200:] != expected("llama", prompt)
-        await wait_until_idle(workers)
 
 
 async def test_a_window_is_all_that_is_held_and_shipped(start_stack: StartStack, expected: Expected) -> None:
     """The pools have 10 blocks of 16 tokens; prompt and answer have 364 tokens; the window is 24."""
     with start_stack("mistral", max_num_seqs=8, max_num_batched_tokens=64, num_blocks=10) as stack:
-        async with connect(stack) as (client, workers):
+        async with connect(stack) as (client, _):
             prompt = make_prompt(300)
             answer = await client.generate(prompt, **GREEDY)
             assert list(answer.token_ids) == expected("mistral", prompt)
             assert answer.usage.blocks_shipped == 19 - (300 + 1 - 24) // 16
             assert answer.usage.blocks_reused_on_decode == 0
-            await wait_until_idle(workers)
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "both"])
@@ -95,11 +92,10 @@ async def test_prefix_hits(where: str, stack: RunningStack, expected: Expected) 
         assert [token.token_id for token in tokens] == expected("llama", prompt)
         assert pushed.num_held_blocks == (0 if where == "prefill" else 5)
         assert prefilled.num_cached_tokens == (0 if where == "decode" else 79)
-        await wait_until_idle(workers)
 
 
 async def test_structured_output_crosses_two_processes(stack: RunningStack) -> None:
-    async with connect(stack) as (client, workers):
+    async with connect(stack) as (client, _):
         for seed in range(3):
             answer = await client.generate(make_prompt(30), regex="[a-f]{3}(-[0-9]{2}){1,3}", seed=seed)
             assert re.fullmatch("[a-f]{3}(-[0-9]{2}){1,3}", answer.text)
@@ -113,7 +109,6 @@ async def test_structured_output_crosses_two_processes(stack: RunningStack) -> N
         assert len(answer.prompt_logprobs) == 29
         with pytest.raises(InvalidRequest, match="unclosed character class"):
             await client.generate(make_prompt(30), regex="[ab")
-        await wait_until_idle(workers)
 
 
 async def test_rules_and_prompt_logprobs_cross_two_processes(
@@ -138,7 +133,7 @@ async def test_rules_and_prompt_logprobs_cross_two_processes(
     expected: list[int] = []
     while not engine.is_idle:
         expected += [token.token_id for update in engine.step() for token in update.tokens]
-    async with connect(stack) as (client, workers):
+    async with connect(stack) as (client, _):
         for _ in range(2):  # the second time all blocks are cached, but for the logits
             answer = await client.generate(
                 prompt,
@@ -157,4 +152,3 @@ async def test_rules_and_prompt_logprobs_cross_two_processes(
                 assert [top.token_id for top in found.top] == [token_id for token_id, _ in wanted.top]
         assert answer.usage.cached_prompt_tokens == 0
         assert answer.usage.blocks_reused_on_decode > 0
-        await wait_until_idle(workers)

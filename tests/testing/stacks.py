@@ -34,14 +34,14 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def connect(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dict[str, WorkerServiceStub]]]:
-    """Yield a client of the router and a stub of each worker."""
+    """Yield a client of the router and a stub of each worker; then wait until those that run are idle."""
     async with AsyncClient(stack.address) as client:
         channels = {name: grpc.aio.insecure_channel(w.address) for name, w in stack.ready.items()}
+        workers = {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()}
         try:
-            yield (
-                client,
-                {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()},
-            )
+            yield client, workers
+            running = [name for name in workers if stack.workers[name].process.is_alive()]
+            await wait_until_idle({name: workers[name] for name in running})
         finally:
             for channel in channels.values():
                 await channel.close(None)
