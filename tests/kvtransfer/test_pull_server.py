@@ -139,9 +139,7 @@ async def test_blocks_that_are_not_pinned_are_not_read(
 
 async def test_the_pools_error_reaches_the_puller_with_its_status(setup: Setup) -> None:
     setup.pool.error = NoBlocksError("the worker stops")
-    with pytest.raises(grpc.aio.AioRpcError, match="the worker stops") as refused:
-        await setup.pin()
-    assert refused.value.code() is NoBlocksError.code
+    await error_of(setup.pin(), NoBlocksError.code, "the worker stops")
 
 
 async def test_another_layout_is_refused(setup: Setup) -> None:
@@ -166,5 +164,4 @@ async def test_an_unknown_lease_is_not_found(setup: Setup) -> None:
         setup.stub.Renew(pb.RenewRequest(lease_id="none")),
         setup.stub.Pull(pb.PullRequest(lease_id="none", num_blocks=1)).read(),
     ):
-        refused = await error_of(call)
-        assert refused.code() is grpc.StatusCode.NOT_FOUND
+        await error_of(call, grpc.StatusCode.NOT_FOUND)

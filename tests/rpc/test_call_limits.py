@@ -16,6 +16,7 @@ from quire.rpc import ended_calls
 from quire.rpc.ended_calls import end_call, end_of
 from quire.rpc.errors import Aborted, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
+from tests.testing.rpc_errors import error_of
 from tests.testing.until import until
 
 NAME = "quire.v1.GenerationService"
@@ -98,10 +99,7 @@ async def narrow(server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
 
 async def read(call: Any) -> grpc.StatusCode:
     """Read a call to its end and return its status."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    return caught.value.code()
+    return (await error_of(call)).code()
 
 
 @pytest.mark.parametrize("method", ["GenerateStream", "Detokenize"])

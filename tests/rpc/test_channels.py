@@ -118,8 +118,7 @@ async def test_a_channel_to_a_worker_that_is_gone_is_closed_at_once(
     pool: ChannelPool, unused_tcp_port: int
 ) -> None:
     with pool.peer(f"127.0.0.1:{unused_tcp_port}", "a") as peer:
-        caught = await error_of(peer.unary_unary("/test.Echo/Say")(b"hello", timeout=10))
-        assert caught.code() is grpc.StatusCode.UNAVAILABLE
+        await error_of(peer.unary_unary("/test.Echo/Say")(b"hello", timeout=10), grpc.StatusCode.UNAVAILABLE)
         await pool.close_unused()
         assert len(pool) == 1, "it has a user"
     await pool.close_unused()

@@ -22,6 +22,7 @@ from quire.rpc.proof import (
     is_equal,
     proof,
 )
+from tests.testing.rpc_errors import error_of
 
 SECRET = b"secret"
 ADDRESS, EPOCH = "10.0.0.5:9000", "epoch"
@@ -137,9 +138,7 @@ async def test_the_worker_that_was_called_is_accepted() -> None:
 @pytest.mark.parametrize("code", [None, grpc.StatusCode.OK])
 async def test_another_process_is_refused(answer: Answer, code: grpc.StatusCode | None) -> None:
     signing, call = answered(answer, code)
-    with pytest.raises(grpc.aio.AioRpcError, match=ADDRESS) as refused:
-        await signing.check(call)
-    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    await error_of(signing.check(call), grpc.StatusCode.UNAUTHENTICATED, ADDRESS)
     assert call.is_cancelled
 
 

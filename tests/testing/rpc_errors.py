@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import AsyncIterable, Awaitable
 
 import grpc
 import pytest
 
 
-async def error_of(call: Awaitable[object]) -> grpc.aio.AioRpcError:
-    """Return the error of a call; fail if the call succeeds."""
+async def error_of(
+    call: Awaitable[object] | AsyncIterable[object], code: grpc.StatusCode | None = None, text: str = ""
+) -> grpc.aio.AioRpcError:
+    """Return the error of a call or a stream, which has this status, if one is given, and this text."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        if isinstance(call, AsyncIterable):
+            async for _ in call:
+                pass
+        else:
+            await call
+    assert code in (None, caught.value.code())
+    assert text in (caught.value.details() or "")
     return caught.value
 
 

@@ -61,8 +61,7 @@ async def test_a_drain_is_in_effect_when_it_returns_and_requests_are_refused(pai
         await asyncio.to_thread(admin.drain, "d1")
         assert [w.worker_id for w in pair.running.workers.live("decode")] == ["d2"]
         await asyncio.to_thread(admin.drain, "d2")
-        with pytest.raises(grpc.aio.AioRpcError, match="all 2 decode workers are draining"):
-            await stub.Generate(request)
+        await error_of(stub.Generate(request), text="all 2 decode workers are draining")
         await asyncio.to_thread(admin.drain, "d1", undo=True)
         await stub.Generate(request)
 

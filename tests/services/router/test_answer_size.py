@@ -99,9 +99,7 @@ async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
     pair.script.answer = [5] * 50
     stub = await pair.start()
     call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(best_of=2, logprobs=0)))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        _ = [message async for message in call]
-    assert refusal(caught.value).reason == "ANSWER_TOO_LARGE"
+    assert refusal(await error_of(call)).reason == "ANSWER_TOO_LARGE"
 
 
 def test_a_long_prompts_logprobs_are_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 from quire.client.errors import from_rpc_error
 from quire.protos import inference_pb2 as pb
 from tests.testing.fake_worker import generation, ids_of, stream
+from tests.testing.rpc_errors import error_of
 from tests.testing.until import LIMIT_SECONDS, until
 
 NEW = {"cache_descriptor": b'{"arithmetic":"a","model_digest":"new"}'}
@@ -68,10 +69,7 @@ async def test_an_answer_that_has_begun_goes_on_with_its_weights_or_fails(
         assert ids_of(messages) == cluster.script.answer
         assert len(second.calls) == 1
         return
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        async for _ in responses:
-            pass
-    error = from_rpc_error(failed.value)
+    error = from_rpc_error(await error_of(responses))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE_WORKER")
     assert "other weights" in error.message
     assert second.calls == []

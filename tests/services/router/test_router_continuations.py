@@ -183,8 +183,7 @@ async def test_an_answer_that_has_met_its_stop_string_is_refused(pair: Any) -> N
     stub = await pair.start()
     whole = await responses(stub, asked())
     request = continued(asked(stop_strings=["world"]), whole[:-1], whole[0].origin)
-    with pytest.raises(grpc.aio.AioRpcError, match="stop string"):
-        await responses(stub, request)
+    await error_of(responses(stub, request), text="stop string")
 
 
 async def test_another_model_does_not_continue_an_answer(pair: Any) -> None:

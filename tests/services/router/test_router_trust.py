@@ -129,8 +129,7 @@ async def test_a_stranger_with_the_lease_and_address_of_a_dead_worker_is_dropped
     intruder = Intruder(other.server.address, worker_id="d1", address=honest.server.address)
     await serve(stack, intruder, honest.server.port)
     call = joined.stub.Decode(worker_pb2.DecodeRequest(), timeout=5, wait_for_ready=True)
-    with pytest.raises(grpc.aio.AioRpcError, match="did not prove"):
-        await joined.connection.check(call)
+    await error_of(joined.connection.check(call), text="did not prove")
     await workers.refresh()
     assert workers.all() == []
 

@@ -177,8 +177,7 @@ async def test_a_disconnect_frees_the_place(cluster: Any) -> None:
     await gone(cluster, worker)
     leaving = asyncio.create_task(stream(stub, "leaves"))
     await until_waiting(cluster, 1)
-    refused = await error_of(stream(stub, "too many"))
-    assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await error_of(stream(stub, "too many"), grpc.StatusCode.RESOURCE_EXHAUSTED)
     leaving.cancel()
     await until_waiting(cluster, 0)
     await until(lambda: not cluster.metric("quire_router_requests_running"))
@@ -202,8 +201,7 @@ async def test_the_error_without_a_worker_has_the_reason(
     worker = await cluster.add("d", "decode")
     stub = await cluster.start(worker_wait_seconds=wait)
     await gone(cluster, worker)
-    caught = await error_of(stream(stub, "r", seconds))
-    assert caught.code() is code
+    caught = await error_of(stream(stub, "r", seconds), code)
     # gRPC itself ends a call at its deadline, and gives no reason.
     assert from_rpc_error(caught).reason in (reason, "DEADLINE_EXCEEDED")
     await until_waiting(cluster, 0)
@@ -276,9 +274,7 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_that_nothing_annou
             asking = asyncio.create_task(stream(stub, "r"))
             await until(lambda: running.metrics.registry.get_sample_value(WAITING) == 1)
             await running.finish()
-            with pytest.raises(grpc.aio.AioRpcError, match="no decode worker takes requests") as caught:
-                await asking
-    error = from_rpc_error(caught.value)
+            error = from_rpc_error(await error_of(asking, text="no decode worker takes requests"))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, DRAINING)
 
 
@@ -298,8 +294,7 @@ async def test_a_router_that_stops_serves_those_that_wait(cluster: Any) -> None:
     await until_waiting(cluster, 1)
     finishing = asyncio.create_task(cluster.running.finish())
     await settle()
-    with pytest.raises(grpc.aio.AioRpcError, match="this router is stopping"):
-        await stream(stub, "late")
+    await error_of(stream(stub, "late"), text="this router is stopping")
     assert not finishing.done()
     await worker.serve_again()
     assert ids_of(await asking) == cluster.script.answer

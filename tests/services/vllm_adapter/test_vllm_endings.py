@@ -29,6 +29,7 @@ from quire.services.worker.identity import WorkerIdentity
 from quire.services.worker.prompt_steps import LocalDecode
 from quire.services.worker.requests.updates import Updates
 from quire.services.worker.state import WorkerState
+from tests.testing.rpc_errors import error_of
 
 WAIT_SECONDS = 20.0
 
@@ -91,11 +92,7 @@ async def test_a_request_that_takes_too_long_ends_although_its_caller_set_no_dea
 ) -> None:
     monkeypatch.setattr(servicer, "NO_DEADLINE_SECONDS", 0.2)
     async with served(Mock(), model_folder) as engine:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in engine.Generate(REQUEST):
-                pass
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "0.2 s" in str(caught.value.details())
+        await error_of(engine.Generate(REQUEST), grpc.StatusCode.DEADLINE_EXCEEDED, "0.2 s")
         await has_ended.wait()
 
 
@@ -117,8 +114,7 @@ async def test_a_gateway_gets_the_models_own_defaults_and_applies_them_itself(
     async with served(Mock(), folder) as engine:
         model = await engine.GetModelInfo(vllm.GetModelInfoRequest())
         assert json.loads(model.default_sampling_params_json) == {"temperature": 0.25, "max_tokens": 9}
-        with pytest.raises(grpc.aio.AioRpcError, match="seen"):
-            _ = [answer async for answer in engine.Generate(REQUEST)]
+        await error_of(engine.Generate(REQUEST), text="seen")
     assert (sequences[0].sampling.temperature, sequences[0].stopping.max_tokens) == (1.0, 63)
 
 
@@ -162,8 +158,7 @@ async def test_a_worker_serves_gateways_in_its_present_role(
         await has_ended.wait()
         state.change_role("prefill")
         assert await kv_role(engine) == "kv_producer"
-        with pytest.raises(grpc.aio.AioRpcError, match="must be 1 at a prefill worker"):
-            await engine.Generate(REQUEST).read()
+        await error_of(engine.Generate(REQUEST).read(), text="must be 1 at a prefill worker")
         assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
         state.set_draining(True)
         assert not (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
