@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import Result
@@ -111,10 +112,7 @@ def test_help_is_not_cut_where_there_is_little_room(
 
 
 def test_ctrl_c_before_a_command_runs_ends_it_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_app() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(app, "make_app", make_app)
+    monkeypatch.setattr(app, "make_app", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == INTERRUPTED

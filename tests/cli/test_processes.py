@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -225,19 +226,15 @@ def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> 
 
 
 def test_a_failed_start_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_worker(config: WorkerConfig) -> None:
-        raise OSError("cannot listen on 127.0.0.1:80")
-
-    monkeypatch.setattr(worker_process, "run_worker", run_worker)
+    failing = Mock(side_effect=OSError("cannot listen on 127.0.0.1:80"))
+    monkeypatch.setattr(worker_process, "run_worker", failing)
     result = quire("decode")
     assert (result.exit_code, result.stderr) == (1, "error: cannot listen on 127.0.0.1:80\n")
 
 
 def test_a_stack_without_redis_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> None:
-        raise RedisNotStartedError("no redis-server on PATH")
-
-    monkeypatch.setattr(local_stack, "run", run)
+    failing = Mock(side_effect=RedisNotStartedError("no redis-server on PATH"))
+    monkeypatch.setattr(local_stack, "run", failing)
     result = quire("serve")
     assert (result.exit_code, result.stderr) == (1, "error: no redis-server on PATH\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,10 +50,8 @@ def test_only_the_first_worker_computes_with_the_model(
 def test_a_model_that_failed_is_checked_again(
     tiny_model: Callable[[str], Path], file: WeightsFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise UnsupportedModelError("refused")
-
-    monkeypatch.setattr("quire.engine.weights.loader.check_paging", refuse)
+    refusing = Mock(side_effect=UnsupportedModelError("refused"))
+    monkeypatch.setattr("quire.engine.weights.loader.check_paging", refusing)
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match="llama: refused"):
             load_model(str(tiny_model("llama")), "float32", CPU, weights_file=file)

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.testing.manual_clock import ManualClock
 from tests.testing.manual_disk import ManualExecutor, open_disk
 
 BLOCK_BYTES = 64
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture
@@ -234,9 +236,6 @@ def test_a_full_disk_keeps_no_unfinished_file_and_is_written_again_later(
 def test_a_write_that_fails_at_any_step_leaves_no_file(
     tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
-    def fail(*args: object) -> bytes:
-        raise OSError(number, os.strerror(number))
-
     disk = open_disk(tmp_path, later)
     descriptors = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
@@ -245,7 +244,7 @@ def test_a_write_that_fails_at_any_step_leaves_no_file(
             "write": (disk_cache, "_digest"),
             "rename": (Path, "rename"),
         }[step]
-        patch.setattr(*place, fail)
+        patch.setattr(*place, Mock(side_effect=OSError(number, os.strerror(number))))
         store(disk, "a")
         later.run()
     assert failures(disk) == ["write"]
@@ -259,13 +258,9 @@ def test_a_full_disk_is_reported_once_until_a_write_succeeds(
     tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = open_disk(tmp_path, later, num_blocks=8)
-
-    def fail(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     for words in ("ab", "cd"):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "rename", fail)
+            patch.setattr(Path, "rename", Mock(side_effect=FULL))
             store(disk, *words)
             later.run()
         store(disk, words)
@@ -277,12 +272,9 @@ def test_a_full_disk_is_reported_once_until_a_write_succeeds(
 def test_a_folder_that_fails_at_the_start_is_refused_and_unlocked(
     tmp_path: Path, later: ManualExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     descriptors = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", fail)
+        patch.setattr(Path, "write_text", Mock(side_effect=FULL))
         with pytest.raises(DiskCacheError, match="No space left on device; free its disk"):
             open_disk(tmp_path, later)
     assert os.listdir("/proc/self/fd") == descriptors

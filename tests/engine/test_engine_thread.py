@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -144,11 +145,7 @@ async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: 
     thread.start()
     updates = subscribed(thread, "first")
     second = await one_waits(thread)
-
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    runner.before_forward = fail
+    runner.before_forward = Mock(side_effect=RuntimeError("out of memory"))
     await thread.call(lambda e: e.transfers.admit("first", 5))
     error = await asyncio.wait_for(updates.get(), SECONDS)
     assert isinstance(error, EngineStoppedError)

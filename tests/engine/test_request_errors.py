@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -175,9 +176,7 @@ def test_an_error_in_a_search_ends_only_its_request(
 def test_a_prefill_that_fails_keeps_its_blocks_until_they_are_released(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaking(*_: Any) -> Any:
-        raise OverflowError("scripted")
-
+    breaking = Mock(side_effect=OverflowError("scripted"))
     monkeypatch.setattr("quire.engine.sequences.sampling_step.rank_tokens", breaking)
     engine = make_engine(model)
     request = make_request("culprit", num_prompt_logprobs=1)

@@ -6,6 +6,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,10 +38,9 @@ def test_nixl_is_refused_where_strangers_or_other_processes_have_a_part_in_the_p
 
 
 def test_without_the_extra_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
-
-    monkeypatch.setattr(nixl, "import_module", missing)
+    monkeypatch.setattr(
+        nixl, "import_module", Mock(side_effect=ModuleNotFoundError("No module named 'nixl'"))
+    )
     with pytest.raises(NotSharedError, match=r"pip install -e '\.\[nixl\]'"):
         open_transports(POOL, lambda *line: None)
 

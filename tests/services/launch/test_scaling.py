@@ -48,10 +48,7 @@ class Noted:
 
     def scale(self, *events: Event, **num_workers: int) -> pb.ScaleWorkersResponse:
         following: Iterator[Event] = iter(events)
-
-        def make(name: str) -> WorkerConfig:
-            return WorkerConfig(model="m", role="decode")
-
+        make = Mock(return_value=WorkerConfig(model="m", role="decode"))
         response = scale(self, make, self.drained.append, lambda: [next(following)], num_workers)
         assert not list(following)
         return response
@@ -67,10 +64,7 @@ def test_workers_of_all_roles_stop_before_new_ones_take_their_processors() -> No
 
 def test_a_worker_that_cannot_be_configured_stops_no_other() -> None:
     launcher = Noted("decode-0", "decode-1", "prefill-0")
-
-    def make(name: str) -> WorkerConfig:
-        raise ValueError("--metrics-port must be from 0 to 65535")
-
+    make = Mock(side_effect=ValueError("--metrics-port must be from 0 to 65535"))
     with pytest.raises(ValueError, match="--metrics-port"):
         scale(launcher, make, launcher.drained.append, list, {"decode": 1, "prefill": 2})
     assert not launcher.stopped
@@ -129,9 +123,6 @@ def next_call(server: ScaleServer) -> ScaleCall:
 
 @pytest.mark.parametrize("problem", [LaunchError("not so"), ValueError("not so"), OSError("not so")])
 def test_a_call_gets_its_response_or_why_there_is_none(problem: Exception) -> None:
-    def refuse(num_workers: Mapping[str, int]) -> pb.ScaleWorkersResponse:
-        raise problem
-
     server = ScaleServer()
     with server, grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor() as callers:
         request = pb.ScaleWorkersRequest(num_workers={"decode": 2})
@@ -140,7 +131,7 @@ def test_a_call_gets_its_response_or_why_there_is_none(problem: Exception) -> No
         next_call(server).answer(lambda num_workers: pb.ScaleWorkersResponse(started=list(num_workers)))
         assert first.result() == pb.ScaleWorkersResponse(started=["decode"])
         second = callers.submit(stub.ScaleWorkers, request, timeout=WAIT_SECONDS)
-        next_call(server).answer(refuse)
+        next_call(server).answer(Mock(side_effect=problem))
         with pytest.raises(grpc.RpcError, match="not so"):
             second.result()
 

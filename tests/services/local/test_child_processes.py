@@ -14,6 +14,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,11 +30,9 @@ from quire.services.local.child_processes import (
 
 
 def test_a_process_that_cannot_be_started_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(process: object) -> None:
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
+    failing = Mock(side_effect=OSError(errno.EAGAIN, "Resource temporarily unavailable"))
     resource_tracker.ensure_running()
-    monkeypatch.setattr(FROM_SCRATCH.Process, "start", fail)
+    monkeypatch.setattr(FROM_SCRATCH.Process, "start", failing)
     descriptors = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="temporarily unavailable") as failed:
         start_child("worker", print, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -144,10 +144,7 @@ async def test_a_cancelled_copy_is_cancelled_still(silent: tuple[SilentWorker, W
 
 
 async def test_failures_in_the_background_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def fail() -> None:
-        raise OSError("lost")
-
     async with background() as spawn:
-        failing = spawn(fail())
+        failing = spawn(AsyncMock(side_effect=OSError("lost"))())
     assert failing.done()
     assert [record.getMessage() for record in caplog.records] == ["background_failed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
@@ -91,10 +91,6 @@ async def test_a_cancelled_request_is_removed_from_the_queue(queue: FormatQueue,
 async def test_an_error_of_a_format_reaches_its_request_only(queue: FormatQueue, clock: ManualClock) -> None:
     jobs = Jobs(clock)
     jobs.is_released.set()
-
-    def fail(number: int) -> str:
-        raise ValueError(number)
-
     with pytest.raises(ValueError, match="7"):
-        await queue.run("a", partial(fail, 7))
+        await queue.run("a", Mock(side_effect=ValueError(7)))
     assert await queue.run("a", jobs.job("next")) == "next"

@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -477,9 +478,7 @@ async def test_a_clients_trace_is_continued(start: Any, pair: Any, monkeypatch: 
 async def test_the_response_to_a_bug_has_no_details(
     http: ClientSession, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*arguments: Any, **options: Any) -> web.Response:
-        raise RuntimeError("the secret of the house")
-
+    broken = AsyncMock(side_effect=RuntimeError("the secret of the house"))
     monkeypatch.setattr("quire.services.router.grpc.servicer.validate", broken)
     for stream in (False, True):
         status, body = await post(http, "/v1/completions", {**PROMPT, "stream": stream})

@@ -269,11 +269,8 @@ async def test_without_an_answer_of_redis_each_router_applies_the_limits_itself(
 
 async def test_a_tenant_without_limits_costs_no_round_trip(routers: Routers, monkeypatch: Any) -> None:
     admission = await routers.add()
-
-    async def fail(*_: Any) -> None:
-        raise AssertionError("asked Redis")
-
-    monkeypatch.setattr(usage_store.UsageStore, "_call", fail)
+    asking = AsyncMock(side_effect=AssertionError("asked Redis"))
+    monkeypatch.setattr(usage_store.UsageStore, "_call", asking)
     async with admission.admitted(Tenant("free"), soon()) as allowance:
         await allowance.spend_prompt(1000)
         allowance.spend(1000)
