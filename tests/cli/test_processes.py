@@ -199,7 +199,7 @@ def test_workers_of_a_stack_do_not_use_the_metrics_ports_of_its_routers(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("verb", "ports", "message"),
+    ("verb", "settings", "message"),
     [
         ("router", ["--port", "7000", "--http-port", "7000"], "--port and --http-port are both 7000"),
         ("router", ["--port", "8501"], "--port and --metrics-port are both 8501"),
@@ -211,18 +211,15 @@ def test_workers_of_a_stack_do_not_use_the_metrics_ports_of_its_routers(tmp_path
             "--metrics-port + 100 and --admin-port are both 9100",
         ),
         ("decode", ["--port", "7000", "--metrics-port", "7000"], "--port and --metrics-port are both 7000"),
+        ("decode", ["--kv-memory", "64MiB", "--num-blocks", "10"], "not both"),
     ],
 )
-def test_equal_ports_are_a_usage_error(quire: Quire, verb: str, ports: list[str], message: str) -> None:
-    result = quire(verb, *ports)
+def test_settings_that_contradict_each_other_are_a_usage_error(
+    quire: Quire, verb: str, settings: list[str], message: str
+) -> None:
+    result = quire(verb, *settings)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.replace("│", " ").split())
-
-
-def test_settings_that_contradict_each_other_are_a_usage_error(quire: Quire) -> None:
-    result = quire("decode", "--kv-memory", "64MiB", "--num-blocks", "10")
-    assert result.exit_code == 2
-    assert "not both" in result.stderr
 
 
 def test_a_failed_start_is_reported_in_one_line(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
