@@ -47,6 +47,14 @@ class Double:
         return Answer(0.1 * sum(requests.max_tokens), [[7] * most for most in requests.max_tokens])
 
 
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run the program with options that it must refuse, and return what it says."""
+    with pytest.raises(SystemExit) as raised:
+        peers.main(words)
+    assert raised.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_requests_of_a_workload(workload: Workload) -> None:
     first, second = workload.requests(4096, seed=1), workload.requests(4096, seed=2)
@@ -129,10 +137,8 @@ def test_the_model_of_an_architecture(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_model_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        peers.main(["--sides", "quire", "--models", "2b", "--folder", str(tmp_path)])
-    assert raised.value.code == 2
-    assert "There is no random model 2b" in capsys.readouterr().err
+    said = refusal(capsys, "--sides", "quire", "--models", "2b", "--folder", str(tmp_path))
+    assert "There is no random model 2b" in said
 
 
 @pytest.mark.slow
@@ -156,19 +162,15 @@ def test_quire_beside_transformers(
 
 
 def test_without_any_side_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        peers.main(["--sides", "vllm", "--models", "tiny", "--dtypes", "float32", "--folder", str(tmp_path)])
-    assert raised.value.code == 2
-    assert "run with --install first" in capsys.readouterr().err
+    options = "--sides", "vllm", "--models", "tiny", "--dtypes", "float32"
+    assert "run with --install first" in refusal(capsys, *options, "--folder", str(tmp_path))
 
 
 def test_a_failed_installation_is_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "file"
     folder.touch()
-    with pytest.raises(SystemExit) as raised:
-        peers.main(["--install", "--sides", "vllm", "--folder", str(folder)])
-    assert raised.value.code == 2
-    assert "vllm could not be installed" in capsys.readouterr().err
+    said = refusal(capsys, "--install", "--sides", "vllm", "--folder", str(folder))
+    assert "vllm could not be installed" in said
 
 
 def test_no_workload_runs_when_all_sides_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +196,8 @@ def test_a_model_that_cannot_run_loses_no_results_of_others() -> None:
 
 
 def test_a_gguf_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        peers.main(["--sides", "quire", "--gguf", str(tmp_path / "a.gguf"), "--folder", str(tmp_path)])
-    assert raised.value.code == 2
-    assert "a.gguf" in capsys.readouterr().err
+    path = tmp_path / "a.gguf"
+    assert "a.gguf" in refusal(capsys, "--sides", "quire", "--gguf", str(path), "--folder", str(tmp_path))
 
 
 def test_the_instructions_of_products() -> None:

@@ -43,20 +43,22 @@ def workers(path: Path) -> Iterator[list[LentProcessors]]:
         worker.close()
 
 
+def num_borrowed(worker: LentProcessors) -> int:
+    """Let a worker borrow for a moment; return how many processors it has then."""
+    with worker.borrowed() as number:
+        return number
+
+
 def test_a_worker_borrows_from_the_workers_without_work(workers: list[LentProcessors]) -> None:
     first, second, third = workers
     first.occupy()
-    with first.borrowed() as number:
-        assert number == 7
+    assert num_borrowed(first) == 7
     third.occupy()
-    with first.borrowed() as number:
-        assert number == 3
+    assert num_borrowed(first) == 3
     second.occupy()
-    with first.borrowed() as number:
-        assert number == 1
+    assert num_borrowed(first) == 1
     third.vacate()
-    with first.borrowed() as number:
-        assert number == 5
+    assert num_borrowed(first) == 5
 
 
 def test_only_one_worker_borrows_the_same_processors(workers: list[LentProcessors]) -> None:
@@ -65,8 +67,7 @@ def test_only_one_worker_borrows_the_same_processors(workers: list[LentProcessor
     second.occupy()
     with first.borrowed() as number, second.borrowed() as others_number:
         assert (number, others_number) == (5, 2)
-    with second.borrowed() as number:
-        assert number == 6
+    assert num_borrowed(second) == 6
 
 
 def test_a_worker_uses_its_processors_while_they_are_borrowed(workers: list[LentProcessors]) -> None:
@@ -75,10 +76,8 @@ def test_a_worker_uses_its_processors_while_they_are_borrowed(workers: list[Lent
     with first.borrowed() as number:
         assert number == 7
         second.occupy()
-        with second.borrowed() as its_number:
-            assert its_number == 2
-    with first.borrowed() as number:
-        assert number == 5
+        assert num_borrowed(second) == 2
+    assert num_borrowed(first) == 5
 
 
 def test_a_step_that_fails_returns_what_it_borrowed(workers: list[LentProcessors]) -> None:
@@ -87,8 +86,7 @@ def test_a_step_that_fails_returns_what_it_borrowed(workers: list[LentProcessors
     with pytest.raises(RuntimeError), first.borrowed():
         raise RuntimeError
     first.vacate()
-    with second.borrowed() as number:
-        assert number == 7
+    assert num_borrowed(second) == 7
 
 
 def test_a_killed_worker_holds_nothing(path: Path, workers: list[LentProcessors]) -> None:
@@ -97,8 +95,6 @@ def test_a_killed_worker_holds_nothing(path: Path, workers: list[LentProcessors]
     with subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert int(holder.stdout.readline()) == 6
-        with first.borrowed() as number:
-            assert number == 1
+        assert num_borrowed(first) == 1
         os.kill(holder.pid, signal.SIGKILL)
-    with first.borrowed() as number:
-        assert number == 7
+    assert num_borrowed(first) == 7

@@ -24,6 +24,18 @@ def wait(watch: StepWatch, clock: ManualClock, seconds: float) -> None:
         watch.observe()
 
 
+def begin(watch: StepWatch, clock: ManualClock, kind: StepKind, seconds: float) -> None:
+    """Let a step of a kind begin and take some time."""
+    watch.begin()
+    watch.plan(kind)
+    wait(watch, clock, seconds)
+
+
+def run_step(watch: StepWatch, clock: ManualClock, kind: StepKind, seconds: float) -> None:
+    begin(watch, clock, kind, seconds)
+    watch.end_step()
+
+
 def test_a_step_that_does_not_end_is_stalled_and_then_stuck(clock: ManualClock) -> None:
     watch = StepWatch(60.0, clock=clock)
     watch.begin()
@@ -53,13 +65,8 @@ def test_a_slow_engine_has_a_longer_limit(clock: ManualClock, is_measured_at_sta
     step_seconds = 7.0
     watch = StepWatch(60.0, {FULL: step_seconds} if is_measured_at_start else {}, clock)
     if not is_measured_at_start:
-        watch.begin()
-        watch.plan(FULL)
-        wait(watch, clock, step_seconds)
-        watch.end_step()
-    watch.begin()
-    watch.plan(FULL)
-    wait(watch, clock, STALL_STEPS * step_seconds - 1)
+        run_step(watch, clock, FULL, step_seconds)
+    begin(watch, clock, FULL, STALL_STEPS * step_seconds - 1)
     assert not watch.is_stalled
     wait(watch, clock, 2)
     assert watch.is_stuck
@@ -87,19 +94,10 @@ def test_a_process_that_was_stopped_itself_is_not_stalled(clock: ManualClock) ->
     assert not watch.is_stalled
 
 
-def run_step(watch: StepWatch, clock: ManualClock, kind: StepKind, seconds: float) -> None:
-    watch.begin()
-    watch.plan(kind)
-    wait(watch, clock, seconds)
-    watch.end_step()
-
-
 def test_a_short_step_that_hangs_is_noticed_soon_although_others_are_long(clock: ManualClock) -> None:
     watch = StepWatch(60.0, {FULL: 6.0}, clock)
     run_step(watch, clock, SINGLE, 0.1)
-    watch.begin()
-    watch.plan(SINGLE)
-    wait(watch, clock, STALL_SECONDS + 0.3)
+    begin(watch, clock, SINGLE, STALL_SECONDS + 0.3)
     assert watch.is_stalled
     run_step(watch, clock, FULL, 6.0)
     assert not watch.is_stalled
@@ -108,9 +106,7 @@ def test_a_short_step_that_hangs_is_noticed_soon_although_others_are_long(clock:
 def test_a_step_of_a_new_kind_is_judged_by_the_next_larger_one(clock: ManualClock) -> None:
     watch = StepWatch(60.0, {FULL: 1.0}, clock)
     run_step(watch, clock, StepKind.of(100, 5_000), 0.3)
-    watch.begin()
-    watch.plan(SINGLE)
-    wait(watch, clock, STALL_STEPS * 0.3 - 0.3)
+    begin(watch, clock, SINGLE, STALL_STEPS * 0.3 - 0.3)
     assert not watch.is_stalled
     wait(watch, clock, 0.6)
     assert watch.is_stalled
@@ -119,9 +115,7 @@ def test_a_step_of_a_new_kind_is_judged_by_the_next_larger_one(clock: ManualCloc
 @pytest.mark.parametrize("kind", [StepKind.of(1024, 512), StepKind.of(1, 1 << 30)])
 def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: ManualClock, kind: StepKind) -> None:
     watch = StepWatch(60.0, {FULL: 0.1}, clock)
-    watch.begin()
-    watch.plan(kind)
-    wait(watch, clock, UNKNOWN_STALL_SECONDS - 1)
+    begin(watch, clock, kind, UNKNOWN_STALL_SECONDS - 1)
     assert not watch.is_stalled
     wait(watch, clock, 2)
     assert watch.is_stalled
@@ -129,10 +123,7 @@ def test_a_step_that_is_larger_than_all_before_gets_more_time(clock: ManualClock
 
 def test_the_time_of_a_long_step_does_not_count_for_the_next_one(clock: ManualClock) -> None:
     watch = StepWatch(60.0, {FULL: 3.0, SINGLE: 0.01}, clock)
-    watch.begin()
-    watch.plan(FULL)
-    wait(watch, clock, 3.0)
-    watch.end_step()
+    run_step(watch, clock, FULL, 3.0)
     watch.begin()
     watch.plan(SINGLE)
     assert not watch.is_stalled

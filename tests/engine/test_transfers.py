@@ -140,10 +140,8 @@ def test_no_transfer_gives_way_while_another_request_will_free_blocks(engine: En
     run(engine)
     engine.add_request(prompt("running", 3, 4))
     engine.step()
-    outcomes: list[bool] = []
     assert engine.transfers.accept(prompt("waiting", 2, 6)) == 3
-    engine.transfers.reserve("waiting", outcomes.append)
-    engine.transfers.grant_blocks()
+    outcomes = reserve(engine, "waiting")
     assert not outcomes
     run(engine)
     assert outcomes == [True]

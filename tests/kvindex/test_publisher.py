@@ -120,11 +120,7 @@ async def test_it_waits_for_room_and_keeps_its_lease(
         (joined,) = store.leases.values()
         lease.is_full = True
         publisher.stored(HASHES[3:5])
-
-        async def was_refused_twice() -> bool:
-            return lease.num_refused >= 2
-
-        await until(was_refused_twice)
+        await until(lambda: lease.num_refused >= 2)
         publisher.removed(HASHES[4:1:-1])
         await until(has(depths, index, {"a": 2}))
         publisher.stored(HASHES[2:7])
@@ -155,11 +151,7 @@ async def test_it_rests_after_a_publish_unless_many_blocks_wait(
         await until(has(depths, index, {"a": len(HASHES) - 1}))
         publisher.stored(HASHES[-1:])
         num_beats = lease.num_beats
-
-        async def has_beaten_twice() -> bool:
-            return lease.num_beats >= num_beats + 2
-
-        await until(has_beaten_twice)
+        await until(lambda: lease.num_beats >= num_beats + 2)
         assert publisher.ledger.num_pending == 1
 
 

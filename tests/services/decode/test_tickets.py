@@ -73,6 +73,14 @@ class Receiver:
         await asyncio.to_thread(self.has_paused.wait)
 
 
+def promised(memory: Any) -> tuple[Promise, PromisedBlocks]:
+    """Return a promise of the block 1 of a memory, and the writer of what arrives."""
+    sequence = Sequence("r", [2] * 3, 3, SamplingParams(), b"")
+    sequence.block_table = [1]
+    promise = Promise("ticket", sequence, 0, 1, Updates())
+    return promise, PromisedBlocks(promise, cast("EngineThread", None), memory)
+
+
 async def test_a_push_of_another_attempt_is_refused_and_leaves_the_ticket_to_its_own() -> None:
     receiver = Receiver()
     tickets, request, _ = await receiver.issue(attempt=2)
@@ -166,10 +174,7 @@ async def test_a_commit_that_is_cancelled_while_it_runs_is_one() -> None:
 async def test_a_block_that_would_end_the_engine_is_the_senders_fault() -> None:
     """The tokens that follow in a block are divided by its stored scale."""
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "int8"), 8, torch.device("cpu"))
-    sequence = Sequence("r", [2] * 3, 3, SamplingParams(), b"")
-    sequence.block_table = [1]
-    promise = Promise("ticket", sequence, 0, 1, Updates())
-    blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
+    _, blocks = promised(memory)
     with pytest.raises(BadBlockError, match="block 0: a stored scale"):
         blocks.write(Frame(0, b"", bytes(memory.shape.block_bytes)))
 
@@ -192,11 +197,9 @@ class SlowMemory:
 
 async def test_a_promise_closes_after_the_block_that_is_being_written_and_before_the_next() -> None:
     """The engine may give the blocks to others once the promise is closed."""
-    memory, sequence = SlowMemory(), Sequence("r", [2] * 3, 3, SamplingParams(), b"")
-    sequence.block_table = [1]
-    promise = Promise("ticket", sequence, 0, 1, Updates())
+    memory = SlowMemory()
+    promise, blocks = promised(memory)
     tickets = Tickets(cast("EngineThread", None), cast("KvMemory", memory), cast("KvLayout", None), "epoch")
-    blocks = PromisedBlocks(promise, cast("EngineThread", None), cast("KvMemory", memory))
     frame = Frame(0, b"", bytes(memory.shape.block_bytes))
     writing = asyncio.create_task(asyncio.to_thread(blocks.write, frame))
     await asyncio.to_thread(memory.is_writing.wait, SECONDS)
@@ -212,10 +215,7 @@ async def test_a_promise_closes_after_the_block_that_is_being_written_and_before
 
 def test_a_copy_that_differs_from_its_digest_is_refused() -> None:
     memory = KvMemory(KvShape(1, 1, BLOCK_SIZE, 1, "float32"), 8, torch.device("cpu"))
-    sequence = Sequence("r", [2] * 3, 3, SamplingParams(), b"")
-    sequence.block_table = [1]
-    promise = Promise("ticket", sequence, 0, 1, Updates())
-    blocks = PromisedBlocks(promise, cast("EngineThread", None), memory)
+    _, blocks = promised(memory)
     payload = bytes(range(memory.shape.block_bytes))
     blocks.write(Frame(0, b"", payload, digest(b"", payload)))
     assert memory.read(1) == payload

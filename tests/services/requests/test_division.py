@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from quire.services.requests.validation import ValidRequest, validate
 from quire.tokenization.answers.formats import find_answer_format
 from quire.tokenization.answers.pieces import Kind
 from quire.tokenization.chat_template import ChatTemplate
-from quire.tokenization.tokenizer import Tokenizer
 from tests.testing.thinking_model import TEMPLATE
 
 TOOLS: list[dict[str, Any]] = [
@@ -25,18 +25,11 @@ REQUIRED = pb.TOOL_MODE_REQUIRED
 
 
 @pytest.fixture
-def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        name="tiny",
-        max_model_len=200_000,
-        vocab_size=320,
-        eos_token_ids=frozenset({1}),
-        block_size=4,
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate(TEMPLATE, {}),
-        answer_format=find_answer_format({}, TEMPLATE, tokenizer.added_tokens),
-        descriptors=lambda: [b"tiny"],
-    )
+def model(model: ServedModel) -> ServedModel:
+    """Return the model with room for long schemas, and with a template that has tools."""
+    answer_format = find_answer_format({}, TEMPLATE, model.tokenizer.added_tokens)
+    template = ChatTemplate(TEMPLATE, {})
+    return replace(model, max_model_len=200_000, chat_template=template, answer_format=answer_format)
 
 
 def asked(

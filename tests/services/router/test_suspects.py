@@ -80,8 +80,7 @@ async def test_a_broken_connection_is_a_death(five: Any) -> None:
     for _ in range(2):
         # What the server says to its calls is lost where the process is: only the connection breaks.
         await (await next_paused(five)).server._server.stop(None)
-    code, reason, _ = await asking
-    assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
+    assert (await asking)[:2] == (grpc.StatusCode.INTERNAL, SUSPECTED)
     assert len(five.calls()) == 2
 
 
@@ -103,8 +102,7 @@ async def test_an_engine_that_fails_after_some_tokens_is_a_death(
     asking = asyncio.create_task(refusal(stub))
     for _ in range(2):
         await end_stream_and_call(await next_paused(five))
-    code, reason, _ = await asking
-    assert (code, reason) == (grpc.StatusCode.INTERNAL, SUSPECTED)
+    assert (await asking)[:2] == (grpc.StatusCode.INTERNAL, SUSPECTED)
     assert len(five.calls()) == 2
 
 
