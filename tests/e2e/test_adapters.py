@@ -26,14 +26,7 @@ from quire.services.router.tenants.api_keys import Tenant
 from quire.services.worker.config import DiskFolder
 from tests.testing.api_keys import write_keys
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
-from tests.testing.stacks import (
-    GREEDY,
-    StartStack,
-    connect,
-    make_prompt,
-    metric,
-    wait_until_idle,
-)
+from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, metric, wait_until_idle
 from tests.testing.tiny_engine import CPU, make_engine, make_request, run_in_order
 from tests.testing.until import until
 

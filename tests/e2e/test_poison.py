@@ -80,9 +80,7 @@ async def test_a_request_that_kills_workers_is_refused_and_the_others_continue(
             assert list((await client.generate(prompts[0], **OPTIONS)).token_ids) == expected[0]
 
 
-async def test_workers_that_are_killed_together_make_no_request_a_suspect(
-    workers: dict[str, Forked],
-) -> None:
+async def test_workers_that_are_killed_together_make_no_request_a_suspect(workers: dict[str, Forked]) -> None:
     *victims, survivor = workers
     options = {**OPTIONS, "max_tokens": 200}
     config = RouterConfig(port=0, metrics_port=0, worker_addresses=tuple(workers), poll_seconds=0.1)

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from quire.services.local.stack import RunningStack
-from tests.testing.stacks import (
-    StartStack,
-    connect,
-    kill_busy_worker,
-    make_prompt,
-    metric,
-)
+from tests.testing.stacks import StartStack, connect, kill_busy_worker, make_prompt, metric
 from tests.testing.tiny_models import load_reference, search_beams
 
 TinyModel = Callable[[str], Path]

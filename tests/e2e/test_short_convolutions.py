@@ -25,11 +25,7 @@ def wait_for_exit(stack: RunningStack) -> None:
 )
 @pytest.mark.parametrize("architecture", ["lfm2", "bamba", "qwen3_next"])
 async def test_an_answer_goes_on_elsewhere(
-    architecture: str,
-    start_stack: StartStack,
-    check_greedy: Any,
-    copy_answers: bool,
-    how: signal.Signals,
+    architecture: str, start_stack: StartStack, check_greedy: Any, copy_answers: bool, how: signal.Signals
 ) -> None:
     with start_stack(architecture, num_decode=2, copy_answers=copy_answers) as stack:
         async with connect(stack) as (client, workers):

@@ -590,12 +590,7 @@ class TieredEngineMachine(EngineMachine):
         self.pinned: tuple[list[int], list[int]] = [], []
         tiers = Tiers(self.host, self.disk)
         self.engine = make_engine(
-            self.num_blocks,
-            NUM_SWAP_BLOCKS,
-            self.window,
-            tiers,
-            has_drafts=self.has_drafts,
-            shape=self.shape,
+            self.num_blocks, NUM_SWAP_BLOCKS, self.window, tiers, has_drafts=self.has_drafts, shape=self.shape
         )
         self.num_advanced = 0
 

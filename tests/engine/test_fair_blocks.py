@@ -187,9 +187,7 @@ WORKERS = st.integers(0, 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), WORKERS, WORKERS, SIZES, st.booleans()), max_size=30))
-def test_two_workers_never_wait_for_each_others_blocks(
-    pushes: list[tuple[str, int, int, int, bool]],
-) -> None:
+def test_two_workers_never_wait_for_each_others_blocks(pushes: list[tuple[str, int, int, int, bool]]) -> None:
     """Each push opens at its receiver when it enters the queue of its sender."""
     receivers = [make_constant_engine(4, 64, num_blocks=NUM_BLOCKS, max_model_len=200) for _ in range(2)]
     senders = [Sender(), Sender()]

@@ -69,13 +69,7 @@ def test_other_sizes(tiny_model: TinyModel, sizes: dict[str, Any]) -> None:
     check_tokens(tiny_model("bamba", **sizes))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {"mamba_rms_norm": False},
-        {"mamba_norm_before_gate": True},
-    ],
-)
+@pytest.mark.parametrize("variant", [{"mamba_rms_norm": False}, {"mamba_norm_before_gate": True}])
 def test_variants_of_falcon(tiny_model: TinyModel, variant: dict[str, Any]) -> None:
     check_tokens(tiny_model("falcon_h1", **variant))
 

@@ -180,11 +180,7 @@ async def test_an_address_where_no_server_listens_fails_the_push_at_once() -> No
     async with running_receiver() as receiver:
         address = receiver.address
     push = BlockPush(
-        channels,
-        pb.Ticket(address=address),
-        attempt=0,
-        blocks=PromptBlocks(LAYOUT, 0),
-        timeout=WAIT_SECONDS,
+        channels, pb.Ticket(address=address), attempt=0, blocks=PromptBlocks(LAYOUT, 0), timeout=WAIT_SECONDS
     )
     with pytest.raises(PushFailedError) as raised:
         async with asyncio.timeout(WAIT_SECONDS / 2), push:

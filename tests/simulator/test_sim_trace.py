@@ -16,12 +16,7 @@ from quire.simulator.trace import (
     scaled,
     write_trace,
 )
-from quire.simulator.workload import (
-    MOONCAKE_OUTPUT_TOKENS,
-    MOONCAKE_RATE,
-    Workload,
-    make_requests,
-)
+from quire.simulator.workload import MOONCAKE_OUTPUT_TOKENS, MOONCAKE_RATE, Workload, make_requests
 
 
 def test_the_published_format_is_read_in_order_of_arrival(tmp_path: Path) -> None:

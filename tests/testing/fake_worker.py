@@ -264,8 +264,7 @@ class FakeWorker(StreamingWorker):
             self.script.commits[ticket] = asyncio.Event()
             yield worker_pb2.DecodeResponse(
                 accepted=worker_pb2.Accepted(
-                    ticket=kvtransfer_pb2.Ticket(ticket_id=ticket),
-                    num_cached_tokens=self.num_cached_tokens,
+                    ticket=kvtransfer_pb2.Ticket(ticket_id=ticket), num_cached_tokens=self.num_cached_tokens
                 )
             )
             if self.is_left_without_blocks:
