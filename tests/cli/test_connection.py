@@ -6,12 +6,10 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-import grpc
 import pytest
 import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,6 +18,7 @@ from typer.testing import Result
 from quire.cli.example import ask_example
 from quire.protos.inference_pb2_grpc import add_GenerationServiceServicer_to_server
 from quire.rpc.tls import TlsFiles, server_credentials
+from tests.testing.grpc_servers import threaded_server
 
 Quire = Callable[..., Result]
 NAME = "quire.example"
@@ -53,25 +52,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TlsFiles]:
 @pytest.fixture
 def secured(files: dict[str, TlsFiles], fake_generation: Any) -> Iterator[Secured]:
     """Serve the fake router, and its health, to who shows a certificate."""
-    with ThreadPoolExecutor(4) as executor:
-        server = grpc.server(executor)
-        add_GenerationServiceServicer_to_server(fake_generation, server)
-        healthy = health.HealthServicer()
-        healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-        port = server.add_secure_port("127.0.0.1:0", server_credentials(files["server"]))
-        server.start()
-        client = files["client"]
-        yield Secured(
-            f"127.0.0.1:{port}",
-            {
-                "--tls-ca": str(client.authority),
-                "--tls-name": NAME,
-                "--tls-client-cert": str(client.certificate),
-                "--tls-client-key": str(client.key),
-            },
-        )
-        server.stop(None).wait()
+    healthy, client = health.HealthServicer(), files["client"]
+    healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    options = {
+        "--tls-ca": str(client.authority),
+        "--tls-name": NAME,
+        "--tls-client-cert": str(client.certificate),
+        "--tls-client-key": str(client.key),
+    }
+    with threaded_server(
+        (add_GenerationServiceServicer_to_server, fake_generation),
+        (health_pb2_grpc.add_HealthServicer_to_server, healthy),
+        credentials=server_credentials(files["server"]),
+    ) as address:
+        yield Secured(address, options)
 
 
 def arguments(verb: str, address: str) -> list[str]:
@@ -204,14 +198,10 @@ def test_a_malformed_address_is_reported(quire: Quire, verb: str, address: str) 
 
 @pytest.mark.parametrize("verb", ["health", "generate"])
 def test_a_server_with_another_protocol_is_reported(quire: Quire, verb: str) -> None:
-    with ThreadPoolExecutor(1) as executor:
-        server = grpc.server(executor)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        result = quire(*arguments(verb, f"127.0.0.1:{port}"))
-        server.stop(None).wait()
+    with threaded_server() as address:
+        result = quire(*arguments(verb, address))
     assert result.exit_code == 1
-    assert f"127.0.0.1:{port} speaks gRPC but" in result.stderr
+    assert f"{address} speaks gRPC but" in result.stderr
 
 
 def test_grpc_itself_prints_nothing(command: list[str], http_address: str) -> None:

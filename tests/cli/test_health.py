@@ -6,13 +6,13 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from typer.testing import Result
 
 from quire.rpc.health import Health
 from quire.rpc.server import GrpcServer, grpc_server
+from tests.testing.grpc_servers import asyncio_server
 
 Quire = Callable[..., Result]
 
@@ -43,16 +43,10 @@ async def test_the_status_follows_the_server(quire: Quire) -> None:
 
 
 async def test_a_server_that_gives_no_reason_is_not_ready(quire: Quire) -> None:
-    server = grpc.aio.server()
     servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
+    async with asyncio_server((health_pb2_grpc.add_HealthServicer_to_server, servicer)) as address:
         result = await asyncio.to_thread(quire, "health", address)
-    finally:
-        await server.stop(None)
     assert (result.exit_code, result.stderr) == (1, f"error: {address} is not ready: it gives no reason\n")
 
 

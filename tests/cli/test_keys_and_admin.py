@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from typer.testing import Result
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from quire.services.router.tenants.api_keys import ApiKeys
+from tests.testing.grpc_servers import threaded_server
 
 Quire = Callable[..., Result]
 
@@ -65,14 +65,9 @@ class FakeAdmin(AdminServiceServicer):
 @pytest.fixture
 def admin(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin]:
     servicer = FakeAdmin()
-    with ThreadPoolExecutor(2) as executor:
-        server = grpc.server(executor)
-        add_AdminServiceServicer_to_server(servicer, server)
-        servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    with threaded_server((add_AdminServiceServicer_to_server, servicer)) as servicer.address:
         monkeypatch.setenv("QUIRE_ADMIN_ADDRESS", servicer.address)
-        server.start()
         yield servicer
-        server.stop(None).wait()
 
 
 def test_a_key_goes_to_the_terminal_and_its_line_to_the_file(quire: Quire, tmp_path: Path) -> None:

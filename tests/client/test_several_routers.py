@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
@@ -19,6 +18,7 @@ from quire.client.routers import AVOID_SECONDS, Attempts, Routers, addresses_of,
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from quire.rpc.errors import ResourceExhausted, ServiceError, to_status
+from tests.testing.grpc_servers import threaded_server
 from tests.testing.manual_clock import ManualClock
 
 NUM_TOKENS = 9
@@ -117,13 +117,8 @@ class SeededRouter(GenerationServiceServicer):
 
 @contextmanager
 def serving(router: SeededRouter) -> Iterator[SeededRouter]:
-    with ThreadPoolExecutor(4) as executor:
-        server = grpc.server(executor)
-        add_GenerationServiceServicer_to_server(router, server)
-        router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
+    with threaded_server((add_GenerationServiceServicer_to_server, router)) as router.address:
         yield router
-        server.stop(None).wait(10)
 
 
 @pytest.fixture

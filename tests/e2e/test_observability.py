@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.request import urlopen
 
@@ -18,6 +17,7 @@ from quire.observability.metric_docs import series
 from quire.observability.registries import DescribedMetric, described, router_registry, worker_registry
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from tests.testing.grpc_servers import threaded_server
 from tests.testing.live_run import absent_series, findings, live_run
 from tests.testing.prometheus import find_prometheus, free_ports
 from tests.testing.stacks import StartStack, make_prompt
@@ -45,13 +45,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    server = grpc.server(ThreadPoolExecutor(max_workers=2))
     collector = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    collector.address = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield collector
-    server.stop(None).wait()
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    with threaded_server((add, collector)) as address:
+        collector.address = f"http://{address}"
+        yield collector
 
 
 def test_one_request_is_one_trace_and_every_metric_is_documented(

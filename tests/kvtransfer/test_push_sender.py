@@ -20,6 +20,7 @@ from quire.kvtransfer.push_sender import BlockPush, PromptBlocks
 from quire.protos import kvtransfer_pb2 as pb
 from quire.protos import kvtransfer_pb2_grpc
 from quire.rpc.channels import ChannelPool
+from tests.testing.grpc_servers import asyncio_server
 
 WAIT_SECONDS = 10.0
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "model", "float16", "float32-1")
@@ -52,19 +53,15 @@ class Receiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
 @asynccontextmanager
 async def pushing(receive: Receive, num_blocks: int) -> AsyncIterator[BlockPush]:
     """Open a push of a prompt to a running receiver."""
-    server, channels = grpc.aio.server(), ChannelPool()
-    kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server(Receiver(receive), server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    ticket = pb.Ticket(ticket_id="ticket", address=address, receiver_epoch="epoch")
-    prompt = PromptBlocks(LAYOUT, num_blocks)
-    push = BlockPush(channels, ticket, attempt=3, blocks=prompt, timeout=WAIT_SECONDS)
-    try:
-        async with push:
-            yield push
-    finally:
-        await channels.close()
-        await server.stop(None)
+    channels, prompt = ChannelPool(), PromptBlocks(LAYOUT, num_blocks)
+    add = kvtransfer_pb2_grpc.add_KvTransferServiceServicer_to_server
+    async with asyncio_server((add, Receiver(receive))) as address:
+        ticket = pb.Ticket(ticket_id="ticket", address=address, receiver_epoch="epoch")
+        try:
+            async with BlockPush(channels, ticket, attempt=3, blocks=prompt, timeout=WAIT_SECONDS) as push:
+                yield push
+        finally:
+            await channels.close()
 
 
 @settings(max_examples=20)

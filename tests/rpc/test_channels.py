@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc.aio
@@ -12,6 +12,7 @@ import pytest
 
 from quire.rpc.channels import IDLE_SECONDS, ChannelPool
 from quire.rpc.proof import Peer
+from tests.testing.grpc_servers import asyncio_server
 from tests.testing.manual_clock import ManualClock
 from tests.testing.rpc_errors import error_of
 
@@ -36,23 +37,16 @@ async def test_a_worker_has_one_channel_and_another_after_its_restart(pool: Chan
         assert len({peer.channel for peer in (first, restarted, other)}) == 3
 
 
-@asynccontextmanager
-async def echoing(may_answer: asyncio.Event) -> AsyncIterator[str]:
+def echoing(may_answer: asyncio.Event) -> AbstractAsyncContextManager[str]:
     """Run a server that answers once it may; yield its address."""
 
     async def answer(request: bytes, context: Any) -> bytes:
         await may_answer.wait()
         return request
 
-    server = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(answer)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {"Say": handler}),))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(None)
+    methods = {"Say": grpc.unary_unary_rpc_method_handler(answer)}
+    handler = grpc.method_handlers_generic_handler("test.Echo", methods)
+    return asyncio_server((lambda handler, server: server.add_generic_rpc_handlers((handler,)), handler))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from quire.protos import worker_pb2, worker_pb2_grpc
 from quire.rpc.channels import ChannelClosedError, closed_channel_errors
+from tests.testing.grpc_servers import asyncio_server
 
 
 class Silent(worker_pb2_grpc.WorkerServiceServicer):
@@ -27,10 +28,8 @@ class Silent(worker_pb2_grpc.WorkerServiceServicer):
 class Setup:
     """A channel to a server that never answers."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self.servicer = Silent()
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, server)
-        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    def __init__(self, servicer: Silent, address: str) -> None:
+        self.servicer, self.channel = servicer, grpc.aio.insecure_channel(address)
         # A stub of a channel that is closed already may abort the process: it registers its methods there.
         self._stub: Any = worker_pb2_grpc.WorkerServiceStub(self.channel)
 
@@ -41,12 +40,11 @@ class Setup:
 
 @pytest.fixture
 async def setup() -> AsyncIterator[Setup]:
-    server = grpc.aio.server()
-    running = Setup(server)
-    await server.start()
-    yield running
-    await running.channel.close(None)
-    await server.stop(None)
+    servicer = Silent()
+    async with asyncio_server((worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)) as address:
+        running = Setup(servicer, address)
+        yield running
+        await running.channel.close(None)
 
 
 async def test_a_channel_that_was_closed_before_the_call(setup: Setup) -> None:

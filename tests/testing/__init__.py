@@ -8,6 +8,7 @@
 * ``linear_layers``: rows, threads and sums of linear layers on the CPU.
 * ``machines``: the processors of several kinds of machines, and files that describe them as Linux does.
 * ``until``: waiting for a condition that nothing announces.
+* ``grpc_servers``: bare gRPC servers for scripted servicers.
 * ``rpc_errors``: the error of a gRPC call that must fail, and errors for scripted calls.
 * ``memory_index``: a prefix index without a server.
 * ``api_keys``: files with new keys of tenants.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
-import grpc
 import pytest
 from grpc_status import rpc_status
 
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 from quire.rpc.errors import ServiceError, to_status
+from tests.testing.grpc_servers import threaded_server
 
 WAIT_SECONDS = 10.0
 
@@ -160,10 +159,5 @@ def _num_answers(generation: pb.Generation) -> int:
 def fake_generation() -> Iterator[FakeGeneration]:
     """Serve a ``FakeGeneration`` on the loopback; ``address`` says where."""
     servicer = FakeGeneration()
-    with ThreadPoolExecutor(16) as executor:
-        server = grpc.server(executor)
-        add_GenerationServiceServicer_to_server(servicer, server)
-        servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
+    with threaded_server((add_GenerationServiceServicer_to_server, servicer)) as servicer.address:
         yield servicer
-        server.stop(None).wait(WAIT_SECONDS)
