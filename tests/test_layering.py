@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.testing.repository import ROOT, package_folders
 
 # Each folder, and the folders of ours that it may import besides itself.
 ALLOWED: Mapping[str, set[str]] = {
@@ -300,13 +299,7 @@ def test_every_room_inside_has_a_rule(package: str) -> None:
 
 
 def test_every_folder_of_the_package_has_a_rule() -> None:
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (folders,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
-    )
-    assert {*ALLOWED, "benchmarks"} == set(folders)
+    assert {*ALLOWED, "benchmarks"} == set(package_folders())
 
 
 def test_no_test_file_imports_another() -> None:

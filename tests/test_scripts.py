@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.testing.repository import ROOT, package_folders
+
 PROGRAM = """#!/bin/sh
 echo "$(basename "$0") $*" >>ran.txt
 case "$(basename "$0") $*" in {failing}) exit 1 ;; esac
@@ -135,17 +135,11 @@ except KeyboardInterrupt:
 
 
 def test_the_folders_are_those_of_the_package() -> None:
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (folders,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
-    )
     command = "source scripts/setup.sh && echo $FOLDERS"
     printed = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     ).stdout
-    assert printed.split() == folders
+    assert printed.split() == package_folders()
 
 
 def test_the_coverage_of_a_file_and_of_its_link_are_one(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
@@ -14,7 +13,8 @@ from zipfile import ZipFile
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.testing.repository import ROOT, package_folders
+
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
@@ -116,17 +116,6 @@ def is_ignored(path: str) -> bool:
     return found
 
 
-def folders() -> list[str]:
-    """Return the folders of the package."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (found,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS"
-    )
-    return list(found)
-
-
 def tracked_files() -> list[str]:
     """Return the files of the repository."""
     command = ["git", "ls-files"]
@@ -137,7 +126,7 @@ def tracked_files() -> list[str]:
 def test_nothing_of_the_package_is_ignored() -> None:
     """A folder that .dockerignore hides would be missing from the wheel without a word."""
     needed = [
-        *folders(),
+        *package_folders(),
         "pyproject.toml",
         "setup.py",
         "README.md",
@@ -194,7 +183,7 @@ def test_the_distributions_have_the_package_and_no_file_of_a_user(tmp_path: Path
     expected = {
         name
         for name in tracked
-        if name.startswith(tuple(f"{folder}/" for folder in folders()))
+        if name.startswith(tuple(f"{folder}/" for folder in package_folders()))
         and (name.endswith(".py") or DATA.fullmatch(name))
     }
     assert names - built == expected

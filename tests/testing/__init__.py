@@ -19,6 +19,7 @@
 * ``intruder``: a process that says what a worker says, to get its prompts.
 * ``fake_generation``: a router that answers from a script, for the clients.
 * ``live_run``, ``live_load``, ``prometheus``: a stack under load that a real Prometheus watches.
+* ``repository``: the root of the repository, and the folders of the package.
 * ``promql``: the expressions of dashboards, and the series that they refer to.
 * ``certificates``: files of certificates for servers with TLS.
 * ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
