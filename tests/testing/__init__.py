@@ -15,6 +15,7 @@
 * ``transport_pair``: two workers that push and pull blocks over any transport.
 * ``decodes``: calls of a worker as a router makes them, and the worker's end of a decode.
 * ``fake_worker``: workers that answer from a script, and a router in front of them.
+* ``valid_requests``: requests as if they had been validated.
 * ``router_parts``: memberships, background tasks and charges for parts of a router.
 * ``intruder``: a process that says what a worker says, to get its prompts.
 * ``fake_generation``: a router that answers from a script, for the clients.

@@ -10,10 +10,10 @@ import pytest
 from quire.client.errors import InvalidRequest, from_rpc_error
 from quire.protos import inference_pb2 as pb
 from quire.rpc.errors import InvalidArgument
-from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.validation import ValidRequest
 from quire.services.router.outputs.answer_size import PromptLogprobs, check_answer_size
 from tests.testing.rpc_errors import error_of
+from tests.testing.valid_requests import valid_request
 
 LIMIT = "quire.services.router.outputs.answer_size.MAX_ANSWER_BYTES"
 
@@ -30,16 +30,7 @@ def generation(
 
 
 def prompt(num_tokens: int, num_logprobs: int | None) -> ValidRequest:
-    return ValidRequest(
-        request_id="r",
-        prompt_field="token_ids",
-        prompt_token_ids=[5] * num_tokens,
-        params=SamplingParams(),
-        num_best=None,
-        response=ResponseOptions(prompt_logprobs=num_logprobs),
-        format=None,
-        cache_salt="",
-    )
+    return valid_request([5] * num_tokens, prompt_logprobs=num_logprobs)
 
 
 def refusal(error: grpc.aio.AioRpcError) -> InvalidRequest:

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protos import inference_pb2 as pb
-from quire.sampling.params import ResponseOptions, SamplingParams
 from quire.services.requests.division import Division
-from quire.services.requests.validation import ValidRequest
 from quire.services.router.outputs.dividing_decoder import joined
 from quire.services.router.outputs.output import OutputAssembler
 from quire.services.router.workers.answer_part import AnswerPart
 from quire.tokenization.answers.formats import HERMES, AnswerFormat, Delimiters
 from quire.tokenization.answers.parser import AnswerParser
 from quire.tokenization.tokenizer import Tokenizer
+from tests.testing.valid_requests import valid_request
 
 EOS = 1
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
@@ -34,18 +33,7 @@ def assembler(
     prompt_field: str = "text",
     **response: Any,
 ) -> OutputAssembler:
-    request = ValidRequest(
-        request_id="r",
-        prompt_field=prompt_field,
-        prompt_token_ids=[5],
-        params=SamplingParams(**{"max_tokens": 20, **(params or {})}),
-        num_best=None,
-        response=ResponseOptions(**response),
-        format=None,
-        cache_salt="",
-        division=division,
-    )
-    return OutputAssembler(request, tokenizer)
+    return OutputAssembler(valid_request([5], params, division, prompt_field, **response), tokenizer)
 
 
 def part(token_ids: list[int], finish_reason: pb.FinishReason = UNFINISHED) -> AnswerPart:

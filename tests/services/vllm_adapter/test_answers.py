@@ -12,10 +12,9 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
-from quire.sampling.params import ResponseOptions, SamplingParams
-from quire.services.requests.validation import ValidRequest
 from quire.services.vllm_adapter.answers import AnswerWriter
 from quire.tokenization.tokenizer import Tokenizer
+from tests.testing.valid_requests import valid_request
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
@@ -23,17 +22,7 @@ PROMPT = [5, 6, 7]
 
 
 def writer(tokenizer: Tokenizer, params: dict[str, Any] | None = None, **response: Any) -> AnswerWriter:
-    request = ValidRequest(
-        request_id="r",
-        prompt_field="token_ids",
-        prompt_token_ids=PROMPT,
-        params=SamplingParams(**{"max_tokens": 99, **(params or {})}),
-        num_best=None,
-        response=ResponseOptions(**response),
-        format=None,
-        cache_salt="",
-    )
-    return AnswerWriter(request, tokenizer, 2)
+    return AnswerWriter(valid_request(PROMPT, params, **response), tokenizer, 2)
 
 
 def tokens(token_ids: list[int]) -> list[worker_pb2.SampledToken]:
