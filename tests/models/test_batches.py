@@ -21,11 +21,6 @@ ONE_ROW = 1
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(demo_model_path())
 

@@ -144,11 +144,6 @@ FORMS: dict[str, Form] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
 def checkpoint() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path(), padding_side="left")
     return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval(), tokenizer

@@ -7,13 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from quire.models.source import demo_model_path
 from quire.models.training.initial_model import make_model
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
