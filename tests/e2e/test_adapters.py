@@ -26,7 +26,7 @@ from quire.services.router.tenants.api_keys import Tenant
 from quire.services.worker.config import DiskFolder
 from tests.testing.api_keys import write_keys
 from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
-from tests.testing.stacks import GREEDY, StartStack, connect, make_prompt, metric, wait_until_idle
+from tests.testing.stacks import GREEDY, StartStack, begin, connect, make_prompt, metric, wait_until_idle
 from tests.testing.tiny_engine import CPU, make_engine, make_request, run_in_order
 from tests.testing.until import until
 
@@ -183,34 +183,23 @@ async def test_adapters_are_added_replaced_and_removed_while_requests_run(
     prompt = make_prompt(60, seed=10)
     admin = AdminClient(stack.admin_address)
     async with connect(stack) as (client, _):
-
-        async def begin() -> tuple[list[int], Any]:
-            stream = client.stream(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
-            first = await anext(stream)
-            return list(first.token_ids), stream
-
-        async def end(begun: tuple[list[int], Any]) -> list[int]:
-            tokens, stream = begun
-            async for delta in stream:
-                tokens += delta.token_ids
-            return tokens
-
+        options = {"model": "adapter-0", "max_tokens": NUM_NEW, **GREEDY}
         with pytest.raises(NotFound):
             await generate(client, 0, prompt)
         for index in (0, 1, 0):
             digest = await asyncio.to_thread(admin.add_adapter, "adapter-0", str(adapters.paths[index]))
             assert digest == adapters.digests[index]
-            begun = await begin()
-            answer = await client.generate(prompt, model="adapter-0", max_tokens=NUM_NEW, **GREEDY)
+            begun = await begin(client, prompt, **options)
+            answer = await client.generate(prompt, **options)
             assert list(answer.token_ids) == adapters.expected(index, tuple(prompt))
             other = adapters.paths[1 - index]
             await asyncio.to_thread(admin.add_adapter, "adapter-0", str(other))
-            assert await end(begun) == adapters.expected(index, tuple(prompt))
-        begun = await begin()
+            assert (await begun)[0] == adapters.expected(index, tuple(prompt))
+        begun = await begin(client, prompt, **options)
         await asyncio.to_thread(admin.remove_adapter, "adapter-0")
         with pytest.raises(NotFound):
             await generate(client, 0, prompt)
-        assert await end(begun) == adapters.expected(1, tuple(prompt))
+        assert (await begun)[0] == adapters.expected(1, tuple(prompt))
         with pytest.raises(QuireError, match="no worker has an adapter 'adapter-0'"):
             await asyncio.to_thread(admin.remove_adapter, "adapter-0")
         with pytest.raises(QuireError, match="there is no folder /nowhere"):

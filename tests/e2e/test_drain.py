@@ -14,9 +14,10 @@ from tests.testing.processes import worker_process
 from tests.testing.stacks import (
     GREEDY,
     StartStack,
+    begin,
+    check_answers,
     connect,
     make_prompt,
-    rest_of,
     until_decode_workers,
     wait_until_idle,
 )
@@ -35,6 +36,7 @@ async def test_no_client_notices_that_a_worker_and_then_the_router_is_stopped(
     """
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
     prompts = [make_prompt(60, seed) for seed in range(2)]
+    beginnings = [expected("llama", prompt) for prompt in prompts]
     with (
         RedisProcess() as redis,
         start_stack("llama", redis_url=redis.url) as stack,
@@ -42,32 +44,24 @@ async def test_no_client_notices_that_a_worker_and_then_the_router_is_stopped(
     ):
         async with connect(stack) as (client, workers):
             await until_decode_workers(client, 2)
-            long = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
-            firsts = [list((await anext(stream)).token_ids) for stream in long]
-            rests = [asyncio.create_task(rest_of(stream)) for stream in long]
+            long = [await begin(client, prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
             worker.terminate()
             while worker.poll() is None:
-                answers = [client.generate(prompt, max_tokens=64, **GREEDY) for prompt in prompts]
-                for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-                    assert list(answer.token_ids) == expected("llama", prompt)
-                    assert answer.usage.retries == 0
+                await check_answers(client, prompts, beginnings)
             assert worker.returncode == 0
-            for prompt, first, rest in zip(prompts, firsts, rests, strict=True):
-                tokens, num_retries = await rest
-                assert ([*first, *tokens][:64], num_retries) == (expected("llama", prompt), 0)
-                assert len(first) + len(tokens) == LONG
+            for beginning, answer in zip(beginnings, long, strict=True):
+                tokens, num_retries = await answer
+                assert (tokens[:64], len(tokens), num_retries) == (beginning, LONG, 0)
             await until_decode_workers(client, 1)
             await wait_until_idle(workers)
-            await finish_streams_of_a_router(stack, client, expected("llama", prompts[0]))
+            await finish_streams_of_a_router(stack, client, beginnings[0])
 
 
 async def finish_streams_of_a_router(stack: RunningStack, client: AsyncClient, expected: list[int]) -> None:
     """Stop the router while an answer is under way; it must end as usual."""
     process = stack.routers["router"].process
-    stream = client.stream(make_prompt(60), max_tokens=64, **GREEDY)
-    first = list((await anext(stream)).token_ids)
+    answer = await begin(client, make_prompt(60), max_tokens=64, **GREEDY)
     process.terminate()
-    tokens, num_retries = await rest_of(stream)
-    assert ([*first, *tokens], num_retries) == (expected, 0)
+    assert await answer == (expected, 0)
     await asyncio.to_thread(process.join, WAIT_SECONDS)
     assert process.exitcode == 0

@@ -20,7 +20,7 @@ from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.forked import Forked
 from tests.testing.processes import ScriptedWorker, scripted_workers
-from tests.testing.stacks import make_prompt
+from tests.testing.stacks import begin, make_prompt
 
 SECONDS = 120.0
 PROMPT_SECONDS = 3.0
@@ -153,18 +153,13 @@ def stack(model: Path) -> Iterator[tuple[RedisProcess, Probed, Probed]]:
 
 
 @asynccontextmanager
-async def answering(router: Probed) -> AsyncIterator[asyncio.Task[list[int]]]:
+async def answering(router: Probed) -> AsyncIterator[asyncio.Task[tuple[list[int], int]]]:
     """Yield a request that has got its first tokens; afterwards, expect that it gets all."""
     async with AsyncClient(router.address) as client:
-        stream = client.stream(make_prompt(40), **OPTIONS)
-        first = list((await anext(stream)).token_ids)
-
-        async def rest() -> list[int]:
-            return first + [token async for delta in stream for token in delta.token_ids]
-
-        task = asyncio.create_task(rest())
-        yield task
-        assert len(await task) == NUM_TOKENS
+        answer = await begin(client, make_prompt(40), **OPTIONS)
+        yield answer
+        tokens, _ = await answer
+        assert len(tokens) == NUM_TOKENS
 
 
 async def test_a_step_that_does_not_end_stalls_worker_and_router(stack: Any) -> None:

@@ -15,9 +15,10 @@ from quire.services.router.config import RouterConfig
 from tests.testing.stacks import (
     GREEDY,
     StartStack,
+    begin,
+    check_answers,
     connect,
     make_prompt,
-    rest_of,
     until_decode_workers,
     wait_until_idle,
 )
@@ -34,6 +35,7 @@ async def test_a_worker_changes_its_role_while_it_serves(
     """Both decode workers have long answers under way, and each is a prefill worker for a while."""
     monkeypatch.setenv("QUIRE_CLUSTER_SECRET", "shared")
     prompts = [make_prompt(60, seed) for seed in range(4)]
+    beginnings = [expected("llama", prompt) for prompt in prompts]
     with (
         RedisProcess() as redis,
         start_stack("llama", num_decode=2, redis_url=redis.url, num_blocks=4096) as stack,
@@ -46,21 +48,15 @@ async def test_a_worker_changes_its_role_while_it_serves(
             assert roles[worker_id] == role
 
         async with connect(stack) as (client, workers):
-            streams = [client.stream(prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
-            firsts = [list((await anext(stream)).token_ids) for stream in streams]
-            rests = [asyncio.create_task(rest_of(stream)) for stream in streams]
+            long = [await begin(client, prompt, max_tokens=LONG, **GREEDY) for prompt in prompts]
             for worker_id in ("decode-0", "decode-1"):
                 await change(worker_id, "prefill")
-                answers = [client.generate(prompt, max_tokens=64, **GREEDY) for prompt in prompts]
-                for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-                    assert list(answer.token_ids) == expected("llama", prompt)
-                    assert answer.usage.retries == 0
+                await check_answers(client, prompts, beginnings)
                 await change(worker_id, "decode")
-            for prompt, first, rest in zip(prompts, firsts, rests, strict=True):
-                tokens, num_retries = await rest
-                assert ([*first, *tokens][:64], num_retries) == (expected("llama", prompt), 0)
-                assert len(first) + len(tokens) == LONG
-            await _cache_stays(admin, client, workers, prompts[0], expected("llama", prompts[0]))
+            for beginning, answer in zip(beginnings, long, strict=True):
+                tokens, num_retries = await answer
+                assert (tokens[:64], len(tokens), num_retries) == (beginning, LONG, 0)
+            await _cache_stays(admin, client, workers, prompts[0], beginnings[0])
             await _later_routers_know(admin, client, redis)
 
 

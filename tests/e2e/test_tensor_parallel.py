@@ -29,7 +29,7 @@ from quire.services.worker.config import DiskFolder, WorkerConfig
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill, pull_source
 from tests.testing.forked_ranks import run_worker_with_forked_ranks
 from tests.testing.processes import children_of, have_ended
-from tests.testing.stacks import connect, make_prompt, wait_until_idle
+from tests.testing.stacks import GREEDY, begin, connect, make_prompt, wait_until_idle
 from tests.testing.tiny_models import best_tokens, load_reference
 from tests.testing.until import until
 
@@ -185,15 +185,12 @@ async def test_adapters_on_workers_of_three_sizes(
         admin = AdminClient(stack.admin_address)
         async with connect(stack) as (client, _):
             await asyncio.to_thread(admin.add_adapter, "b", lora["b"])
-            streams = [
-                client.stream(prompt, model=name, temperature=0.0, max_tokens=60, ignore_eos=True)
-                for prompt, name in asked
-            ]
-            firsts = await asyncio.gather(*map(anext, streams))
+            answers = await asyncio.gather(
+                *(begin(client, prompt, model=name, max_tokens=60, **GREEDY) for prompt, name in asked)
+            )
             await asyncio.to_thread(admin.remove_adapter, "b")
-            for first, stream, output in zip(firsts, streams, outputs, strict=True):
-                rest = [token async for delta in stream for token in delta.token_ids]
-                assert [*first.token_ids, *rest] == output.outputs[0].token_ids
+            for answer, output in zip(answers, outputs, strict=True):
+                assert (await answer)[0] == output.outputs[0].token_ids
 
 
 async def answer(client: Any, prompt: list[int], has_begun: asyncio.Event) -> list[int]:

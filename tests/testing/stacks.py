@@ -94,6 +94,29 @@ async def until_decode_workers(client: AsyncClient, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def begin(
+    client: AsyncClient, prompt: list[int], **options: Any
+) -> asyncio.Task[tuple[list[int], int]]:
+    """Begin a stream, and wait for its first tokens; the task returns all of them and the retries."""
+    stream = client.stream(prompt, **options)
+    first = list((await anext(stream)).token_ids)
+
+    async def whole() -> tuple[list[int], int]:
+        tokens, num_retries = await rest_of(stream)
+        return first + tokens, num_retries
+
+    return asyncio.create_task(whole())
+
+
+async def check_answers(client: AsyncClient, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Ask for the greedy answers to some prompts at once; no request may be tried again."""
+    options = {"max_tokens": len(expected[0]), **GREEDY}
+    answers = await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+    assert [(list(each.token_ids), each.usage.retries) for each in answers] == [
+        (each, 0) for each in expected
+    ]
+
+
 async def rest_of(stream: Any) -> tuple[list[int], int]:
     """Return the tokens of the rest of a stream, and how often it was tried again."""
     tokens: list[int] = []
