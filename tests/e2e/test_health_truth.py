@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.forked import Forked
-from tests.testing.processes import ScriptedWorker, scripted_workers
+from tests.testing.processes import SLOW_STEPS, ScriptedWorker, scripted_workers
 from tests.testing.stacks import begin, make_prompt
 
 SECONDS = 120.0
@@ -41,22 +41,13 @@ the kernel may give the signal to another thread, and then nothing wakes the mai
 """
 WORKER = (
     BLOCKABLE
+    + SLOW_STEPS
     + """
-import threading, time
-forward, may_step = ModelRunner.forward, threading.Event()
-may_step.set()
 settings["redis_url"], prompt_length, prompt_seconds = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-
-def slow(self, arguments):
-    may_step.wait()
-    time.sleep(prompt_seconds if len(arguments.input_ids) >= prompt_length else 0.01)
-    return forward(self, arguments)
 
 def begin():
     signal.signal(signal.SIGUSR1, lambda *_: may_step.clear())
     signal.signal(signal.SIGWINCH, lambda *_: may_step.set())
-
-ModelRunner.forward = slow
 """
 )
 ROUTER = (

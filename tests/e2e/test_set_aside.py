@@ -19,7 +19,7 @@ from quire.services.router.config import RouterConfig
 from quire.services.router.workers.worker import Worker
 from tests.soak.chaos.proxy import Link, proxy_before
 from tests.testing.forked import Forked
-from tests.testing.processes import scripted_workers
+from tests.testing.processes import SLOW_STEPS, scripted_workers
 from tests.testing.stacks import make_prompt, rest_of
 from tests.testing.until import until
 
@@ -32,24 +32,18 @@ NOTICED = ("worker_set_aside", "worker_stalled", "worker_left")
 NUM_TOKENS, NUM_BEFORE = 160, 24
 OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 LONG_PROMPT = 400
-PROGRAM = """
-import signal, threading, time
-forward, moves = ModelRunner.forward, threading.Event()
-moves.set()
+PROGRAM = (
+    SLOW_STEPS
+    + """
+import signal
 prompt_length, prompt_seconds, lag_seconds = map(float, sys.argv[2:])
 
-def slow(self, arguments):
-    moves.wait()
-    time.sleep(prompt_seconds if len(arguments.input_ids) >= prompt_length else 0.01)
-    return forward(self, arguments)
-
 def begin():
-    signal.signal(signal.SIGUSR1, lambda *_: moves.clear())
-    signal.signal(signal.SIGUSR2, lambda *_: moves.set())
+    signal.signal(signal.SIGUSR1, lambda *_: may_step.clear())
+    signal.signal(signal.SIGUSR2, lambda *_: may_step.set())
     signal.signal(signal.SIGHUP, lambda *_: (time.sleep(lag_seconds), print("lagged", flush=True)))
-
-ModelRunner.forward = slow
 """
+)
 
 
 @dataclass

@@ -20,6 +20,19 @@ from tests.testing.forked import Forked
 QUIRE = [sys.executable, "-c", "from quire.cli.main import main; main()"]
 """The command, as containers run it."""
 WAIT_SECONDS = 240.0
+SLOW_STEPS = """
+import threading, time
+forward, may_step = ModelRunner.forward, threading.Event()
+may_step.set()
+
+def slow(self, arguments):
+    may_step.wait()
+    time.sleep(prompt_seconds if len(arguments.input_ids) >= prompt_length else 0.01)
+    return forward(self, arguments)
+
+ModelRunner.forward = slow
+"""
+"""The beginning of a program for ``scripted_workers``: long prompts take long, and steps can be stopped."""
 _ADDRESSES = {"grpc": r"serves .* at (\S+) \(gRPC", "http": r"http://(\S+)/v1", "admin": r"  admin +(\S+)"}
 _WORKER = """
 import json, sys
