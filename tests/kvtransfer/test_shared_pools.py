@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -52,12 +51,6 @@ async def main():
 asyncio.run(main())
 """
 """A process that shares a pool of 64 KiB until it is killed."""
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="quire-") as path:
-        yield Path(path)
 
 
 def num_mappings(name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
@@ -73,12 +73,6 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         return Transport.MESSAGES
     kind: Transport = request.param
     return kind
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="quire-") as path:
-        yield Path(path)
 
 
 @pytest.fixture
