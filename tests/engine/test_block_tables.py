@@ -23,17 +23,22 @@ def make_sequence(num_tokens: int, first_token: int = 0, **params: Any) -> Seque
     return Sequence("r", token_ids, num_tokens, SamplingParams(**params), b"root")
 
 
-def compute(tables: BlockTables, sequence: Sequence) -> None:
-    """Give a sequence its blocks, and seal those that are full."""
+def computed(tables: BlockTables, num_tokens: int) -> Sequence:
+    """Return a sequence that has its blocks, of which the full ones are sealed."""
+    sequence = make_sequence(num_tokens)
     tables.reserve(sequence)
     sequence.num_computed_tokens = sequence.num_tokens
     tables.seal(sequence)
+    return sequence
 
 
-def test_a_prefix_is_found_until_its_blocks_are_evicted() -> None:
-    tables = make_tables()
-    first = make_sequence(10)
-    compute(tables, first)
+@pytest.fixture
+def tables() -> BlockTables:
+    return make_tables()
+
+
+def test_a_prefix_is_found_until_its_blocks_are_evicted(tables: BlockTables) -> None:
+    first = computed(tables, 10)
     table = first.block_table[:]
     tables.free(first)
     assert tables.pool.counts == (6, 2, 0)
@@ -48,18 +53,15 @@ def test_a_prefix_is_found_until_its_blocks_are_evicted() -> None:
     assert third.block_table == []
 
 
-def test_the_last_token_of_a_prompt_is_not_taken_from_the_cache() -> None:
-    tables = make_tables()
-    compute(tables, make_sequence(8))
+def test_the_last_token_of_a_prompt_is_not_taken_from_the_cache(tables: BlockTables) -> None:
+    computed(tables, 8)
     again = make_sequence(8)
     tables.take_cached_prefix(again, max_tokens=7)
     assert again.num_cached_tokens == 4
 
 
-def test_a_block_that_matches_in_part_is_found_if_copying_it_is_worthwhile() -> None:
-    tables = make_tables()
-    first = make_sequence(8)
-    compute(tables, first)
+def test_a_block_that_matches_in_part_is_found_if_copying_it_is_worthwhile(tables: BlockTables) -> None:
+    first = computed(tables, 8)
     second = make_sequence(6)
     second.token_ids += [90, 91]
     tables.take_cached_prefix(second, max_tokens=7)
@@ -70,8 +72,7 @@ def test_a_block_that_matches_in_part_is_found_if_copying_it_is_worthwhile() -> 
     assert tables.partial_hit(other) is None
 
 
-def test_equal_blocks_are_sealed_as_one() -> None:
-    tables = make_tables()
+def test_equal_blocks_are_sealed_as_one(tables: BlockTables) -> None:
     first, second = make_sequence(8), make_sequence(8)
     for sequence in (first, second):
         tables.reserve(sequence)
@@ -82,10 +83,8 @@ def test_equal_blocks_are_sealed_as_one() -> None:
     assert tables.pool.counts == (6, 0, 2)
 
 
-def test_a_shared_block_is_replaced_before_it_is_written() -> None:
-    tables = make_tables()
-    parent = make_sequence(6)
-    compute(tables, parent)
+def test_a_shared_block_is_replaced_before_it_is_written(tables: BlockTables) -> None:
+    parent = computed(tables, 6)
     children = [tables.fork(parent, index) for index in (1, 2)]
     last = parent.block_table[1]
     assert tables.pool.ref_cnt(last) == 3
@@ -100,10 +99,8 @@ def test_a_shared_block_is_replaced_before_it_is_written() -> None:
     assert tables.pool.counts.used == 1 + 3
 
 
-def test_a_block_that_begins_with_the_next_token_is_not_copied() -> None:
-    tables = make_tables()
-    parent = make_sequence(8)
-    compute(tables, parent)
+def test_a_block_that_begins_with_the_next_token_is_not_copied(tables: BlockTables) -> None:
+    parent = computed(tables, 8)
     child = tables.fork(parent, 1)
     assert tables.num_appended_blocks([(parent, 1), (child, 5)]) == 3
     assert tables.append(parent, 1) is None
@@ -112,10 +109,8 @@ def test_a_block_that_begins_with_the_next_token_is_not_copied() -> None:
     assert parent.block_table[:2] == child.block_table[:2]
 
 
-def test_blocks_are_freed_with_their_last_sequence() -> None:
-    tables = make_tables()
-    parent = make_sequence(6)
-    compute(tables, parent)
+def test_blocks_are_freed_with_their_last_sequence(tables: BlockTables) -> None:
+    parent = computed(tables, 6)
     child = tables.fork(parent, 1)
     tables.free(parent)
     assert tables.pool.counts.used == 2
@@ -134,10 +129,8 @@ def test_an_append_without_enough_blocks_does_not_change_the_table() -> None:
     assert tables.pool.counts.free == 2
 
 
-def test_blocks_of_rejected_draft_tokens_are_freed() -> None:
-    tables = make_tables()
-    sequence = make_sequence(5)
-    compute(tables, sequence)
+def test_blocks_of_rejected_draft_tokens_are_freed(tables: BlockTables) -> None:
+    sequence = computed(tables, 5)
     tables.append(sequence, 8)
     assert len(sequence.block_table) == 4
     tables.trim(sequence)
@@ -146,8 +139,7 @@ def test_blocks_of_rejected_draft_tokens_are_freed() -> None:
 
 def test_blocks_before_the_window_are_freed_and_stay_cached() -> None:
     tables = make_tables(window=5)
-    sequence = make_sequence(14)
-    compute(tables, sequence)
+    sequence = computed(tables, 14)
     # The next token has position 14 and sees positions 10 to 14, which begin in the third block.
     tables.drop_unseen(sequence, sequence.num_computed_tokens)
     assert sequence.block_table[:2] == [NO_BLOCK, NO_BLOCK]
@@ -158,10 +150,8 @@ def test_blocks_before_the_window_are_freed_and_stay_cached() -> None:
     assert tables.pool.counts.used == 0
 
 
-def test_dropped_blocks_leave_gaps() -> None:
-    tables = make_tables()
-    sequence = make_sequence(12)
-    compute(tables, sequence)
+def test_dropped_blocks_leave_gaps(tables: BlockTables) -> None:
+    sequence = computed(tables, 12)
     held = sequence.block_table[1]
     tables.drop(sequence, [2, 0])
     assert sequence.block_table == [NO_BLOCK, held, NO_BLOCK]

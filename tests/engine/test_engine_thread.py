@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -39,6 +39,15 @@ def runner(engine: Engine) -> ConstantRunner:
     return engine.runner
 
 
+@pytest.fixture
+async def thread(engine: Engine) -> AsyncIterator[EngineThread]:
+    """The running thread of the engine."""
+    thread = EngineThread(engine)
+    thread.start()
+    yield thread
+    await thread.stop()
+
+
 def prompt(name: str, token: int, num_tokens: int, max_tokens: int = 2) -> Sequence:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return Sequence(name, [token] * num_tokens, num_tokens, params, b"")
@@ -68,9 +77,9 @@ def reserve(name: str) -> Callable[[Engine, Callable[[bool], None]], None]:
     return lambda engine, on_settled: engine.transfers.reserve(name, on_settled)
 
 
-async def test_blocks_of_a_request_that_its_first_token_ends_are_granted_to_the_next(engine: Engine) -> None:
-    thread = EngineThread(engine)
-    thread.start()
+async def test_blocks_of_a_request_that_its_first_token_ends_are_granted_to_the_next(
+    thread: EngineThread,
+) -> None:
     await thread.call(accept(prompt("first", 2, 24, max_tokens=1)))
     await thread.call(accept(prompt("second", 3, 24)))
     assert await thread.call_back(reserve("first"))
@@ -80,12 +89,9 @@ async def test_blocks_of_a_request_that_its_first_token_ends_are_granted_to_the_
     update = await thread.call(lambda e: e.transfers.admit("first", 5))
     assert update.status.is_finished
     assert await asyncio.wait_for(second, SECONDS)
-    await thread.stop()
 
 
-async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(engine: Engine) -> None:
-    thread = EngineThread(engine)
-    thread.start()
+async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(thread: EngineThread) -> None:
     cached, running = subscribed(thread, "cached"), subscribed(thread, "running")
     await thread.call(lambda e: e.add_request(prompt("cached", 2, 12)))
     await finished(cached)
@@ -100,7 +106,6 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(engine:
     assert not await asyncio.wait_for(thread.call_back(reserve("transfer")), SECONDS)
     # No command has to wake the engine: the step that ended the transfer goes on with the request.
     await finished(running)
-    await thread.stop()
 
 
 async def test_a_disk_read_wakes_an_engine_that_rests(tmp_path: Path) -> None:
@@ -130,13 +135,10 @@ async def one_waits(thread: EngineThread) -> asyncio.Task[bool]:
     return second
 
 
-async def test_a_request_that_ends_waits_no_longer_for_blocks(engine: Engine) -> None:
-    thread = EngineThread(engine)
-    thread.start()
+async def test_a_request_that_ends_waits_no_longer_for_blocks(thread: EngineThread) -> None:
     second = await one_waits(thread)
     await thread.call(lambda e: e.abort("second"))
     assert await asyncio.wait_for(second, SECONDS) is False
-    await thread.stop()
 
 
 async def test_a_failed_step_ends_everything_that_waits(engine: Engine, runner: ConstantRunner) -> None:
@@ -170,9 +172,7 @@ async def hold_up(thread: EngineThread) -> threading.Event:
     return goes_on
 
 
-async def test_stopping_fails_the_remaining_commands_though_some_were_cancelled(engine: Engine) -> None:
-    thread = EngineThread(engine)
-    thread.start()
+async def test_stopping_fails_the_remaining_commands_though_some_were_cancelled(thread: EngineThread) -> None:
     goes_on = await hold_up(thread)
     cancelled, left = thread.post(lambda e: 1), thread.post(lambda e: 2)
     assert cancelled.cancel()

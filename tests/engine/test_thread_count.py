@@ -29,10 +29,16 @@ class FakeMachine(ProcessorTimes):
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def machine() -> FakeMachine:
+    return FakeMachine()
+
+
+@pytest.fixture
+def count(machine: FakeMachine) -> Iterator[ThreadCount]:
+    """A count of up to four threads."""
     own = torch.get_num_threads()
     torch.set_num_threads(4)
-    yield
+    yield ThreadCount(machine, lambda: machine.now)
     torch.set_num_threads(own)
 
 
@@ -54,10 +60,7 @@ def compute(
         return torch.get_num_threads()
 
 
-@pytest.mark.usefixtures("threads")
-def test_a_busy_processor_is_left_out_until_it_is_idle() -> None:
-    machine = FakeMachine()
-    count = ThreadCount(machine, lambda: machine.now)
+def test_a_busy_processor_is_left_out_until_it_is_idle(machine: FakeMachine, count: ThreadCount) -> None:
     assert compute(machine, count) == 4
     assert compute(machine, count, lost=0.7) == 4
     assert compute(machine, count, lost=1.1) == 3
@@ -69,19 +72,13 @@ def test_a_busy_processor_is_left_out_until_it_is_idle() -> None:
     assert torch.get_num_threads() == 4
 
 
-@pytest.mark.usefixtures("threads")
-def test_long_steps_use_part_of_a_processor_too() -> None:
-    machine = FakeMachine()
-    count = ThreadCount(machine, lambda: machine.now)
+def test_long_steps_use_part_of_a_processor_too(machine: FakeMachine, count: ThreadCount) -> None:
     assert compute(machine, count, lost=1, step=0.3) == 4
     assert compute(machine, count, lost=1) == 3
     assert compute(machine, count, lost=1, step=0.3) == 4
 
 
-@pytest.mark.usefixtures("threads")
-def test_waits_of_other_threads_between_steps_do_not_count() -> None:
-    machine = FakeMachine()
-    count = ThreadCount(machine, lambda: machine.now)
+def test_waits_of_other_threads_between_steps_do_not_count(machine: FakeMachine, count: ThreadCount) -> None:
     machine.now, machine.waited = 3600.0, 20.0
     assert compute(machine, count) == 4
     machine.now, machine.waited = 7200.0, 40.0
@@ -89,10 +86,9 @@ def test_waits_of_other_threads_between_steps_do_not_count() -> None:
     assert compute(machine, count, lost=1) == 3
 
 
-@pytest.mark.usefixtures("threads")
-def test_the_number_of_threads_is_restored_after_a_step_that_fails() -> None:
-    machine = FakeMachine()
-    count = ThreadCount(machine, lambda: machine.now)
+def test_the_number_of_threads_is_restored_after_a_step_that_fails(
+    machine: FakeMachine, count: ThreadCount
+) -> None:
     assert compute(machine, count, lost=1) == 3
     with pytest.raises(ValueError, match="step"), count.of_step():
         raise ValueError("step")
