@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.protos import worker_pb2
+from quire.protos.inference_pb2_grpc import GenerationServiceStub
 from quire.rpc.errors import Aborted, ServiceError
 from quire.services.router.workers.output_reader import OutputReader
 from quire.tokenization.tokenizer import Tokenizer
@@ -40,6 +41,12 @@ async def pair(cluster: Cluster) -> Cluster:
         for number in (1, 2):
             await cluster.add(f"{name}{number}", role)
     return cluster
+
+
+@pytest.fixture
+async def stub(pair: Cluster) -> GenerationServiceStub:
+    """A client of a router of the default settings."""
+    return await pair.start()
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ async def test_an_infinite_timeout_never_passes(pair: Any) -> None:
         assert len(await asyncio.to_thread(admin.workers)) == 4
 
 
-async def test_the_status_has_the_tenants_and_the_metrics_of_the_router(pair: Any) -> None:
-    stub = await pair.start()
+async def test_the_status_has_the_tenants_and_the_metrics_of_the_router(pair: Any, stub: Any) -> None:
     await stub.Generate(inference_pb.GenerateRequest(generation=inference_pb.Generation(text="say")))
     with AdminClient(pair.running.admin_address) as admin:
         status = await asyncio.to_thread(admin.status)

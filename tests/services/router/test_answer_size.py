@@ -57,9 +57,10 @@ def test_the_estimate_holds() -> None:
     assert 0.9 < estimate / (100 * choice.ByteSize()) < 1.1
 
 
-async def test_one_generation_of_a_batch_is_too_large(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_generation_of_a_batch_is_too_large(
+    pair: Any, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LIMIT, 10_000)
-    stub = await pair.start()
     generations = [generation(max_tokens=2), generation(max_tokens=100_000, logprobs=20)]
     answers = {
         answer.index: answer
@@ -71,11 +72,10 @@ async def test_one_generation_of_a_batch_is_too_large(pair: Any, monkeypatch: py
 
 
 async def test_an_answer_that_grows_too_large_ends_at_once(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
+    pair: Any, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LIMIT, 200)
     pair.script.answer = [5] * 50
-    stub = await pair.start()
     caught = await error_of(stub.Generate(pb.GenerateRequest(generation=generation(n=8))))
     assert refusal(caught).field == "stopping.max_tokens"
     assert pair.metric("quire_router_requests_running") == 0
@@ -84,11 +84,10 @@ async def test_an_answer_that_grows_too_large_ends_at_once(
 
 
 async def test_a_message_of_a_stream_that_is_too_large_is_no_success(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
+    pair: Any, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LIMIT, 100)
     pair.script.answer = [5] * 50
-    stub = await pair.start()
     call = stub.GenerateStream(pb.GenerateStreamRequest(generation=generation(best_of=2, logprobs=0)))
     assert refusal(await error_of(call)).reason == "ANSWER_TOO_LARGE"
 

@@ -31,8 +31,7 @@ async def first_choice(cluster: Any, stub: Any, role: str) -> Any:
     return chosen
 
 
-async def test_one_prefill_one_decode(pair: Any) -> None:
-    stub = await pair.start()
+async def test_one_prefill_one_decode(pair: Any, stub: Any) -> None:
     responses = await stream(stub)
     assert text_of(responses) == TEXT
     assert ids_of(responses) == pair.script.answer
@@ -55,8 +54,7 @@ async def test_one_prefill_one_decode(pair: Any) -> None:
     assert pair.metric("quire_generation_tokens_total") == len(pair.script.answer)
 
 
-async def test_the_unary_call_collects_the_stream(pair: Any) -> None:
-    stub = await pair.start()
+async def test_the_unary_call_collects_the_stream(pair: Any, stub: Any) -> None:
     request = generation()
     request.response.logprobs = 0
     whole = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
@@ -78,8 +76,7 @@ async def test_the_first_token_is_sent_before_the_push_has_ended(cluster: Any) -
     call.cancel()
 
 
-async def test_a_first_token_that_ends_the_sequence(pair: Any) -> None:
-    stub = await pair.start()
+async def test_a_first_token_that_ends_the_sequence(pair: Any, stub: Any) -> None:
     responses = await stream(stub, max_tokens=1)
     assert ids_of(responses) == pair.script.answer[:1]
     assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
@@ -97,8 +94,9 @@ async def test_an_error_about_missing_blocks_can_overtake_the_only_token(cluster
     assert responses[-1].usage.retries == 0
 
 
-async def test_a_dead_prefill_worker_is_blamed_for_the_missing_blocks(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_dead_prefill_worker_is_blamed_for_the_missing_blocks(
+    pair: Any, stub: Any, fault: Any
+) -> None:
     decode = await first_choice(pair, stub, "decode")
     (prefill,) = callers(pair, "prefill")
     # It dies after the first token, and the decode worker is the first to say so.
@@ -114,8 +112,7 @@ async def test_a_dead_prefill_worker_is_blamed_for_the_missing_blocks(pair: Any,
     assert callers(pair, "decode") == [decode]
 
 
-async def test_a_stop_string_over_token_borders_cancels_decode(pair: Any) -> None:
-    stub = await pair.start()
+async def test_a_stop_string_over_token_borders_cancels_decode(pair: Any, stub: Any) -> None:
     # else the answer may be over before the router has read the stop string
     pair.change("decode", pause_before_token=len(pair.script.answer) - 2)
     responses = await stream(stub, stop_strings=["ld, st"])
@@ -151,10 +148,9 @@ async def test_short_uncached_prompts_are_prefilled_by_decode(pair: Any) -> None
 @pytest.mark.parametrize("error", [Aborted("x"), Unavailable("x"), Internal("x")])
 @pytest.mark.parametrize("before_token", [0, 1])
 async def test_a_lost_prefill_is_retried_on_another(
-    pair: Any, fault: Any, error: Any, before_token: int
+    pair: Any, stub: Any, fault: Any, error: Any, before_token: int
 ) -> None:
     pair.change("prefill", fault=fault(before_token, error))
-    stub = await pair.start()
     responses = await stream(stub)
     assert text_of(responses) == TEXT
     assert ids_of(responses) == pair.script.answer
@@ -174,8 +170,7 @@ async def test_a_lost_prefill_is_retried_on_another(
     assert pair.metric("quire_request_phase_seconds_count", phase=Phase.LOOKUP) == 3
 
 
-async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_lost_decode_continues_elsewhere_without_repetition(pair: Any, stub: Any, fault: Any) -> None:
     chosen = await first_choice(pair, stub, "decode")
     chosen.fault = fault(3, Unavailable("killed"))
     responses = await stream(stub)
@@ -285,8 +280,7 @@ async def test_model_info_tokenize_and_detokenize(pair: Any) -> None:
     assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "<|user|>hello\n<|assistant|>"
 
 
-async def test_a_request_that_would_be_late_is_refused_at_once(pair: Any) -> None:
-    stub = await pair.start()
+async def test_a_request_that_would_be_late_is_refused_at_once(pair: Any, stub: Any) -> None:
     for worker in pair.running.workers.all():
         worker.pending_tokens = 500_000
     refused = await error_of(stub.Generate(pb.GenerateRequest(generation=generation()), timeout=10))

@@ -36,8 +36,7 @@ def answers_of(responses: list[pb.GenerateStreamResponse]) -> dict[int, list[int
     return dict(answers)
 
 
-async def test_samples_take_one_prefill_and_end_one_by_one(pair: Any) -> None:
-    stub = await pair.start()
+async def test_samples_take_one_prefill_and_end_one_by_one(pair: Any, stub: Any) -> None:
     responses = await stream(stub, n=4)
     assert answers_of(responses) == dict.fromkeys(range(4), pair.script.answer)
     assert sorted(r.index for r in responses if r.finish_reason) == [0, 1, 2, 3]
@@ -50,15 +49,13 @@ async def test_samples_take_one_prefill_and_end_one_by_one(pair: Any) -> None:
     assert (decode.remote_prefill, decode.sequence.sampling.n) == (True, 4)
 
 
-async def test_the_unary_call_returns_choices(pair: Any) -> None:
-    stub = await pair.start()
+async def test_the_unary_call_returns_choices(pair: Any, stub: Any) -> None:
     whole = await stub.Generate(pb.GenerateRequest(generation=generation(n=2)), timeout=10)
     assert [(choice.index, choice.text) for choice in whole.choices] == [(0, TEXT), (1, TEXT)]
     assert whole.usage.completion_tokens == 2 * len(pair.script.answer)
 
 
-async def test_more_tokens_than_the_models_length_leaves_are_reported(pair: Any) -> None:
-    stub = await pair.start()
+async def test_more_tokens_than_the_models_length_leaves_are_reported(pair: Any, stub: Any) -> None:
     request = generation([5] * 60, n=2)
     request.stopping.max_tokens = 1000
     whole = await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)
@@ -90,9 +87,8 @@ async def test_the_decode_worker_sends_the_prompt_logprobs_of_samples(pair: Any)
     assert not pair.calls("prefill")
 
 
-async def test_the_best_of_several_are_sent_at_the_end(pair: Any) -> None:
+async def test_the_best_of_several_are_sent_at_the_end(pair: Any, stub: Any) -> None:
     pair.script.logprobs = [-0.5, -0.2, -0.9, -0.2]
-    stub = await pair.start()
     responses = await stream(stub, n=3, best_of=4)
     num_tokens = len(pair.script.answer)
     assert answers_of(responses) == dict.fromkeys(range(3), pair.script.answer)
@@ -109,11 +105,10 @@ async def test_the_best_of_several_are_sent_at_the_end(pair: Any) -> None:
     assert not decode.sequence.sampling.HasField("best_of")
 
 
-async def test_the_best_answer_shows_its_own_logprobs(pair: Any) -> None:
+async def test_the_best_answer_shows_its_own_logprobs(pair: Any, stub: Any) -> None:
     pair.script.logprobs = [-0.5, -0.25]
     request = generation(best_of=2)
     request.response.logprobs = 3
-    stub = await pair.start()
     (choice,) = (await stub.Generate(pb.GenerateRequest(generation=request), timeout=10)).choices
     assert [each.logprob for each in choice.logprobs] == [-0.25] * len(pair.script.answer)
     assert (choice.index, choice.text) == (0, TEXT)
@@ -124,9 +119,8 @@ async def test_a_best_of_n_streams_as_n_does(pair: Any) -> None:
     assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
 
 
-async def test_the_best_survive_a_lost_worker(pair: Any, fault: Any) -> None:
+async def test_the_best_survive_a_lost_worker(pair: Any, stub: Any, fault: Any) -> None:
     pair.script.logprobs = [-0.5, -0.2, -0.9]
-    stub = await pair.start()
     pair.change("decode", fault=fault(3, Unavailable("killed")))
     responses = await stream(stub, best_of=3)
     assert answers_of(responses) == {0: pair.script.answer}
@@ -134,8 +128,7 @@ async def test_the_best_survive_a_lost_worker(pair: Any, fault: Any) -> None:
     assert responses[0].usage.retries > 0
 
 
-async def test_all_stopped_ends_the_request_at_the_decode_worker(pair: Any) -> None:
-    stub = await pair.start()
+async def test_all_stopped_ends_the_request_at_the_decode_worker(pair: Any, stub: Any) -> None:
     for worker in pair.workers.values():
         worker.pause_before_token = 4 if worker.role == "decode" else None
     responses = await stream(stub, stop="stop", n=3)
@@ -146,8 +139,7 @@ async def test_all_stopped_ends_the_request_at_the_decode_worker(pair: Any) -> N
     await asyncio.wait_for(decode.aborted.wait(), 5)
 
 
-async def test_a_lost_decode_worker_splits_the_samples(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_lost_decode_worker_splits_the_samples(pair: Any, stub: Any, fault: Any) -> None:
     for worker in pair.workers.values():
         if worker.role == "decode":
             worker.fault = fault(3, Unavailable("killed")) if worker.worker_id == "d1" else None
@@ -163,8 +155,7 @@ async def test_a_lost_decode_worker_splits_the_samples(pair: Any, fault: Any) ->
     assert all(call.remote_prefill for call in pair.calls("decode"))
 
 
-async def test_a_failed_prefill_starts_all_samples_again(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_failed_prefill_starts_all_samples_again(pair: Any, stub: Any, fault: Any) -> None:
     pair.change("prefill", fault=fault(0, Unavailable("killed")))
     responses = await stream(stub, n=2)
     assert answers_of(responses) == dict.fromkeys(range(2), pair.script.answer)
@@ -172,8 +163,7 @@ async def test_a_failed_prefill_starts_all_samples_again(pair: Any, fault: Any) 
     assert responses[-1].usage.retries in (1, 2)
 
 
-async def test_beams_are_sent_at_the_end_with_their_scores(pair: Any) -> None:
-    stub = await pair.start()
+async def test_beams_are_sent_at_the_end_with_their_scores(pair: Any, stub: Any) -> None:
     beam = pb.BeamParams(width=3, length_penalty=0.6, early_stopping=pb.EARLY_STOPPING_ENOUGH)
     responses = await stream(stub, beam=beam)
     answer = pair.script.answer
@@ -183,8 +173,7 @@ async def test_beams_are_sent_at_the_end_with_their_scores(pair: Any) -> None:
     assert pair.calls("decode")[0].sequence.sampling.beam == beam
 
 
-async def test_a_lost_search_starts_again(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_lost_search_starts_again(pair: Any, stub: Any, fault: Any) -> None:
     pair.change("decode", fault=fault(0, Unavailable("killed")))
     responses = await stream(stub, beam=pb.BeamParams(width=2))
     assert answers_of(responses) == {0: pair.script.answer}

@@ -56,8 +56,7 @@ def text_and_tokens(messages: list[pb.GenerateStreamResponse]) -> tuple[str, lis
     [{}, {"stop_strings": ["stop"]}, {"stop_strings": ["d, s"], "min_tokens": 2}, {"max_tokens": 5}],
     ids=["end", "stop", "stop within", "length"],
 )
-async def test_every_rest_completes_the_answer(pair: Any, stopping: dict[str, Any]) -> None:
-    stub = await pair.start()
+async def test_every_rest_completes_the_answer(stub: Any, stopping: dict[str, Any]) -> None:
     generation = asked(**stopping)
     whole = await responses(stub, generation)
     assert whole[0].origin
@@ -68,8 +67,7 @@ async def test_every_rest_completes_the_answer(pair: Any, stopping: dict[str, An
         assert rest[-1].usage.prompt_tokens == whole[-1].usage.prompt_tokens
 
 
-async def test_text_that_one_router_held_back_or_sent_ahead_is_sent_once(pair: Any) -> None:
-    stub = await pair.start()
+async def test_text_that_one_router_held_back_or_sent_ahead_is_sent_once(stub: Any) -> None:
     generation = asked()
     whole = await responses(stub, generation)
     text, tokens, _ = text_and_tokens(whole)
@@ -79,8 +77,7 @@ async def test_text_that_one_router_held_back_or_sent_ahead_is_sent_once(pair: A
         assert text_and_tokens(await responses(stub, request))[:2] == (text[num_characters:], tokens[3:])
 
 
-async def test_an_answer_whose_end_was_lost_ends_without_a_worker(pair: Any) -> None:
-    stub = await pair.start()
+async def test_an_answer_whose_end_was_lost_ends_without_a_worker(pair: Any, stub: Any) -> None:
     generation = asked(max_tokens=4)
     whole = await responses(stub, generation)
     num_calls = len(pair.calls())
@@ -91,8 +88,7 @@ async def test_an_answer_whose_end_was_lost_ends_without_a_worker(pair: Any) -> 
     assert len(pair.calls()) == num_calls
 
 
-async def test_several_answers_continue_one_by_one(pair: Any) -> None:
-    stub = await pair.start()
+async def test_several_answers_continue_one_by_one(pair: Any, stub: Any) -> None:
     generation = asked()
     generation.sampling.n = 3
     whole = await responses(stub, generation)
@@ -167,8 +163,7 @@ BAD: dict[str, tuple[Callable[[pb.Generation], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_answers_that_cannot_continue_are_refused_by_name(pair: Any, case: str) -> None:
-    stub = await pair.start()
+async def test_answers_that_cannot_continue_are_refused_by_name(stub: Any, case: str) -> None:
     change, field = BAD[case]
     whole = await responses(stub, asked())
     request = asked()
@@ -179,22 +174,19 @@ async def test_answers_that_cannot_continue_are_refused_by_name(pair: Any, case:
     assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
-async def test_an_answer_that_has_met_its_stop_string_is_refused(pair: Any) -> None:
-    stub = await pair.start()
+async def test_an_answer_that_has_met_its_stop_string_is_refused(stub: Any) -> None:
     whole = await responses(stub, asked())
     request = continued(asked(stop_strings=["world"]), whole[:-1], whole[0].origin)
     await error_of(responses(stub, request), text="stop string")
 
 
-async def test_another_model_does_not_continue_an_answer(pair: Any) -> None:
-    stub = await pair.start()
+async def test_another_model_does_not_continue_an_answer(stub: Any) -> None:
     whole = await responses(stub, asked())
     caught = await error_of(responses(stub, continued(asked(), whole[:2], "other")))
     assert from_rpc_error(caught).reason == "OTHER_ORIGIN"
 
 
-async def test_only_a_stream_continues(pair: Any) -> None:
-    stub = await pair.start()
+async def test_only_a_stream_continues(stub: Any) -> None:
     request = continued(asked(), [], "")
     caught = await error_of(stub.Generate(pb.GenerateRequest(generation=request)))
     assert from_rpc_error(caught).metadata["field"] == "received"

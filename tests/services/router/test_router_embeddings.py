@@ -39,8 +39,7 @@ def vectors(response: pb.EmbedResponse) -> list[list[float]]:
     return [list(each.values) for each in response.embeddings]
 
 
-async def test_prefill_workers_alone_answer_in_the_order_of_the_inputs(pair: Any) -> None:
-    stub = await pair.start()
+async def test_prefill_workers_alone_answer_in_the_order_of_the_inputs(pair: Any, stub: Any) -> None:
     pair["p1"].num_cached_tokens = pair["p2"].num_cached_tokens = 2
     response = await stub.Embed(request(*INPUTS), timeout=10)
     assert vectors(response) == [pytest.approx(embedding_of(each)) for each in INPUTS]
@@ -83,8 +82,7 @@ async def test_only_the_last_token_lets_the_worker_with_the_prefix_be_chosen(
     assert (loads == [0, 0, 12]) == (pooling == "lasttoken")
 
 
-async def test_a_failed_worker_is_replaced(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_failed_worker_is_replaced(pair: Any, stub: Any, fault: Any) -> None:
     pair.change("prefill", fault=fault(0, Aborted("scripted")))
     response = await stub.Embed(request(INPUTS[0]), timeout=10)
     assert vectors(response) == [pytest.approx(embedding_of(INPUTS[0]))]
@@ -99,15 +97,13 @@ async def test_the_answer_of_a_worker_that_knows_no_embeddings_is_a_failure(clus
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_worker_names_the_field(pair: Any, fault: Any) -> None:
-    stub = await pair.start()
+async def test_a_worker_names_the_field(pair: Any, stub: Any, fault: Any) -> None:
     pair.change("prefill", fault=fault(0, InvalidArgument("token_ids", "too long for this worker")))
     code, details = await failure(stub.Embed(request(INPUTS[0]), timeout=10))
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "inputs[0]: too long for this worker")
 
 
-async def test_a_cancelled_request_ends_on_the_workers(pair: Any) -> None:
-    stub = await pair.start()
+async def test_a_cancelled_request_ends_on_the_workers(pair: Any, stub: Any) -> None:
     pair.change("prefill", pause_before_token=0)
     call = stub.Embed(request(INPUTS[0]), timeout=10)
     waits = [asyncio.create_task(pair[name].paused.wait()) for name in ("p1", "p2")]
@@ -120,8 +116,7 @@ async def test_a_cancelled_request_ends_on_the_workers(pair: Any) -> None:
         wait.cancel()
 
 
-async def test_the_deadline_ends_the_request(pair: Any) -> None:
-    stub = await pair.start()
+async def test_the_deadline_ends_the_request(pair: Any, stub: Any) -> None:
     pair.change("prefill", pause_before_token=0)
     code, _ = await failure(stub.Embed(request(INPUTS[0]), timeout=0.3))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -144,8 +139,7 @@ async def test_the_deadline_ends_the_request(pair: Any) -> None:
         (request([5], cache_salt="x" * 200), "cache_salt: must hold at most 128"),
     ],
 )
-async def test_invalid_inputs_are_refused(pair: Any, sent: pb.EmbedRequest, message: str) -> None:
-    stub = await pair.start()
+async def test_invalid_inputs_are_refused(pair: Any, stub: Any, sent: pb.EmbedRequest, message: str) -> None:
     code, details = await failure(stub.Embed(sent, timeout=10))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details.startswith(message)
@@ -171,8 +165,7 @@ async def test_dimensions_of_a_model_that_was_trained_for_them(cluster: Any) -> 
         assert code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_long_inputs_are_cut(pair: Any) -> None:
-    stub = await pair.start()
+async def test_long_inputs_are_cut(pair: Any, stub: Any) -> None:
     await stub.Embed(request([5] * 100, "hello " * 40, truncate_prompt_tokens=-1), timeout=10)
     await stub.Embed(request([5, 6, 7], "hello", truncate_prompt_tokens=2), timeout=10)
     lengths = [len(call.sequence.token_ids) for call in pair.calls("prefill")]

@@ -47,8 +47,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("field", REQUESTS)
-async def test_a_large_field_is_named(pair: Any, field: str) -> None:
-    stub = await pair.start()
+async def test_a_large_field_is_named(stub: Any, field: str) -> None:
     method, request = REQUESTS[field]
     call = getattr(stub, method)(request)
     error = from_rpc_error(await error_of(call.read() if method == "GenerateBatch" else call))

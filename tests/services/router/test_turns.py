@@ -131,8 +131,7 @@ def observed(pair: Any, name: str = REPEATED) -> tuple[float, float]:
     return pair.metric(f"{name}_count"), pair.metric(f"{name}_sum")
 
 
-async def test_the_turns_of_a_conversation(pair: Any) -> None:
-    stub = await pair.start()
+async def test_the_turns_of_a_conversation(pair: Any, stub: Any) -> None:
     pair.change("prefill", num_cached_tokens=4)
     first = await ask(stub, [5] * 8, session="s")
     assert observed(pair) == (0, 0)
@@ -147,8 +146,7 @@ async def test_the_turns_of_a_conversation(pair: Any) -> None:
     assert observed(pair)[0] == 2
 
 
-async def test_only_the_prompt_counts_before_several_answers(pair: Any) -> None:
-    stub = await pair.start()
+async def test_only_the_prompt_counts_before_several_answers(pair: Any, stub: Any) -> None:
     await ask(stub, [5] * 8, session="s", sampling=pb.SamplingParams(n=2))
     await ask(stub, [5] * 8, session="s")
     assert observed(pair) == (1, 1)
@@ -178,8 +176,7 @@ def forgotten(pair: Any) -> dict[str, tuple[int, int]]:
     return {n: (len(f.block_hashes), f.num_kept) for n, worker in workers for f in worker.forgotten}
 
 
-async def test_the_end_of_a_session_forgets_what_follows_its_first_prompt(pair: Any) -> None:
-    stub = await pair.start()
+async def test_the_end_of_a_session_forgets_what_follows_its_first_prompt(pair: Any, stub: Any) -> None:
     first = await ask(stub, [5] * 9, session="s")
     await ask(stub, [*first, 6, 7], session="s")
     pair["p1"].fault = Fault(0, Unavailable("gone"))
@@ -194,8 +191,7 @@ async def test_the_end_of_a_session_forgets_what_follows_its_first_prompt(pair: 
 
 
 @pytest.mark.parametrize("name", ["", "s" * 129, "\u00e9"])
-async def test_a_session_that_no_request_can_name_cannot_end(pair: Any, name: str) -> None:
-    stub = await pair.start()
+async def test_a_session_that_no_request_can_name_cannot_end(stub: Any, name: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="1 to 128 printable ASCII") as error:
         await stub.EndSession(pb.EndSessionRequest(session=name), timeout=10)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
