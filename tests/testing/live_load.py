@@ -14,9 +14,10 @@ from urllib.request import Request, urlopen
 import grpc
 
 from quire.client import AsyncClient, InvalidRequest
-from quire.protos import inference_pb2, worker_pb2
+from quire.protos import worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
+from tests.testing.decodes import decoding, make_sequence, prefill, pull_source
 
 CALL_SECONDS = 60.0
 PULLED_TOKENS = 256
@@ -96,38 +97,13 @@ async def _pull(stack: RunningStack, number: int) -> None:
     prompt = Random(number).choices(range(10, 200), k=PULLED_TOKENS)
     names = ("prefill-0", "decode-0")
     channels = [grpc.aio.insecure_channel(stack.ready[name].address) for name in names]
-    prefill, decode = map(WorkerServiceStub, map(stack.peer, names, channels))
+    owner, taker = map(WorkerServiceStub, map(stack.peer, names, channels))
     try:
-        sequence = _sequence(f"live-prefill-{number}", prompt)
-        request = worker_pb2.PrefillRequest(sequence=sequence)
-        async for _ in prefill.Prefill(request, timeout=CALL_SECONDS):
-            pass
-        info = await prefill.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=CALL_SECONDS)
-        source = worker_pb2.PullSource(
-            address=stack.ready["prefill-0"].address,
-            epoch=info.epoch,
-            num_blocks=PULLED_TOKENS // info.layout.block_size,
-        )
-        sequence = _sequence(f"live-decode-{number}", prompt)
-        outputs = decode.StreamOutputs(worker_pb2.StreamOutputsRequest(stream_id=sequence.sequence_id))
-        await outputs.read()
-        decoding = worker_pb2.DecodeRequest(
-            sequence=sequence,
-            pull_from=source,
-            output_channel=worker_pb2.OutputChannel(stream_id=sequence.sequence_id),
-        )
-        async for _ in decode.Decode(decoding, timeout=CALL_SECONDS):
-            pass
-        outputs.cancel()
+        await prefill(owner, make_sequence(prompt, max_tokens=4))
+        source = await pull_source(owner, PULLED_TOKENS // 16)
+        request = worker_pb2.DecodeRequest(sequence=make_sequence(prompt, max_tokens=4), pull_from=source)
+        async with decoding(taker, request) as decode:
+            await decode.outputs()
     finally:
         for channel in channels:
             await channel.close(None)
-
-
-def _sequence(name: str, prompt: list[int]) -> worker_pb2.Sequence:
-    return worker_pb2.Sequence(
-        sequence_id=name,
-        token_ids=prompt,
-        sampling=inference_pb2.SamplingParams(temperature=0.0, top_p=1.0),
-        stopping=inference_pb2.StoppingParams(max_tokens=4, ignore_eos=True),
-    )
