@@ -48,7 +48,7 @@ def test_a_proof_is_of_the_address_and_the_epoch_together() -> None:
     pull_source(request(json.dumps(one | {"remote_num_blocks": 5})), ClusterTrust(SECRET))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "7", "nul", "[" * 100_000, '{"a":' * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"', "null", "nul", "[" * 100_000, '{"a":' * 100_000])
 def test_a_text_that_is_no_object_is_the_clients_mistake(text: str) -> None:
     for reading in (has_hand_off, lambda sent: pull_source(sent, ClusterTrust(SECRET))):
         with pytest.raises(InvalidArgument) as caught:
@@ -56,7 +56,9 @@ def test_a_text_that_is_no_object_is_the_clients_mistake(text: str) -> None:
         assert caught.value.field == FIELD
 
 
-@pytest.mark.parametrize("text", [None, "{}", '{"do_remote_prefill": false, "remote_host": 7}'])
+@pytest.mark.parametrize(
+    "text", [None, "{}", '{"do_remote_decode": true}', '{"do_remote_prefill": false, "remote_host": 7}']
+)
 def test_a_request_for_one_worker_has_no_hand_off(text: str | None) -> None:
     sent = request(text)
     assert not has_hand_off(sent)

@@ -163,19 +163,6 @@ SECRET = b"secret"
 TRUST = ClusterTrust(SECRET)
 
 
-def test_a_hand_off_is_read_as_a_pull_source() -> None:
-    text = hand_off("[::1]:50051", "epoch", 24, SECRET)
-    source = pull_source(request(kv_transfer_params_json=text), TRUST)
-    assert source is not None
-    assert (source.address, source.epoch, source.num_blocks) == ("[::1]:50051", "epoch", 24)
-
-
-@pytest.mark.parametrize("members", [None, {}, {"do_remote_decode": True, "do_remote_prefill": False}])
-def test_a_request_without_a_hand_off_has_no_source(members: dict[str, bool] | None) -> None:
-    more: dict[str, Any] = {} if members is None else {"kv_transfer_params_json": json.dumps(members)}
-    assert pull_source(request(**more), TRUST) is None
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -224,12 +211,6 @@ def test_without_a_secret_blocks_are_pulled_only_locally_or_by_tls(
         return
     with pytest.raises(InvalidArgument, match="QUIRE_CLUSTER_SECRET"):
         pull_source(message, ClusterTrust(has_tls=has_tls))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '"x"', "null"])
-def test_a_hand_off_that_is_no_object_is_refused(text: str) -> None:
-    with pytest.raises(InvalidArgument, match="kv_transfer_params_json"):
-        pull_source(request(kv_transfer_params_json=text), TRUST)
 
 
 @pytest.mark.parametrize(
