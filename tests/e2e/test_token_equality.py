@@ -22,6 +22,7 @@ from quire.sampling.params import SamplingParams
 from quire.services.local.stack import RunningStack
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill
 from tests.testing.stacks import StartStack, connect, make_prompt
+from tests.testing.tiny_engine import run
 
 Expected = Callable[[str, list[int]], list[int]]
 
@@ -55,9 +56,7 @@ async def test_a_kv_budget(stack: RunningStack, tiny_model: Any, expected: Expec
     engine = Engine(loaded, memory, SchedulerConfig())
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64, kv_budget_tokens=64)
     sequence = Sequence("r", list(prompt), len(prompt), params, b"")
-    engine.add_request(sequence)
-    while not engine.is_idle:
-        engine.step()
+    run(engine, sequence)
     async with connect(stack) as (client, _):
         answer = await client.generate(prompt, kv_budget_tokens=64, **GREEDY)
         assert answer.usage.blocks_shipped == 13

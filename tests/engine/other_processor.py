@@ -35,7 +35,7 @@ def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, A
 
     from quire.engine.model.step_tensors import StepTensors
     from quire.engine.weights.loader import load_model
-    from tests.testing.tiny_engine import make_engine, make_prompt, make_request
+    from tests.testing.tiny_engine import make_engine, make_prompt, make_request, updates_of
 
     model = load_model(str(folder), dtype, device("cpu"), weight_dtype)
     engine = make_engine(model, num_blocks=32)
@@ -50,13 +50,8 @@ def results(folder: Path, dtype: str, weight_dtype: str = "auto") -> dict[str, A
     engine.runner.forward = observed  # type: ignore[method-assign]
     requests = [make_request(name, make_prompt(70), max_tokens=20, **each) for name, each in REQUESTS.items()]
     tokens: dict[str, list[Any]] = {name: [] for name in REQUESTS}
-    for request in requests:
-        engine.add_request(request)
-    while not engine.is_idle:
-        for update in engine.step():
-            tokens[update.sequence.attempt_id] += [
-                (token.token_id, _hex(token.logprobs)) for token in update.tokens
-            ]
+    for update in updates_of(engine, *requests):
+        tokens[update.sequence.attempt_id] += [(each.token_id, _hex(each.logprobs)) for each in update.tokens]
     return {
         "tokens": tokens,
         "prompt": [_hex(each) for each in requests[0].prompt_logprobs],

@@ -22,7 +22,16 @@ from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.metadata import Adapter
 from quire.kvindex.block_hash import CacheScope, root_hash
 from tests.testing.adapters import logprobs_by_formula
-from tests.testing.tiny_engine import CPU, make_engine, make_prompt, make_request, output, run, run_in_order
+from tests.testing.tiny_engine import (
+    CPU,
+    make_engine,
+    make_prompt,
+    make_request,
+    output,
+    run,
+    run_in_order,
+    updates_of,
+)
 
 NUM_PROMPT, NUM_NEW = 90, 40
 
@@ -107,12 +116,10 @@ def _decoded(
     prompt = make_prompt(NUM_PROMPT)
     request = make_request("sampled", prompt, temperature=1.0, seed=1, max_tokens=NUM_NEW, num_logprobs=2)
     request = with_adapter(request, adapter)
-    engine.add_request(request)
     logprobs: list[TokenLogprobs | None] = []
-    while not engine.is_idle:
-        for update in engine.step():
-            if update.sequence is request:
-                logprobs += [token.logprobs for token in update.tokens]
+    for update in updates_of(engine, request):
+        if update.sequence is request:
+            logprobs += [token.logprobs for token in update.tokens]
     return logprobs
 
 
@@ -176,13 +183,10 @@ def test_a_draft_model_runs_without_the_adapter(llama: LoadedModel, adapters: li
 
     memory, limits = KvMemory(llama.kv_shape(16), 64, CPU), SchedulerConfig(16, 16, 128)
     drafter = DraftProposer(llama, memory, limits, llama.eos_token_ids)
-    accepted: list[int] = []
     speculator = Speculator(drafter, 3)
     engine = make_engine(llama, speculator=speculator)
-    for request in (speculated := requests()):
-        engine.add_request(request)
-    while not engine.is_idle:
-        accepted += [update.num_accepted_tokens for update in engine.step()]
+    speculated = requests()
+    accepted = [update.num_accepted_tokens for update in updates_of(engine, *speculated)]
     assert list(map(output, speculated)) == run_in_order(make_engine(llama), *requests())
     assert sum(accepted) > 20
 

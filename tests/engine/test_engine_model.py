@@ -41,6 +41,7 @@ from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.testing.manual_disk import ManualExecutor, open_disk
+from tests.testing.tiny_engine import Outputs, add_tokens
 
 T = TypeVar("T")
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, VOCAB_SIZE, EOS = 4, 24, 20, 12, 1
@@ -248,13 +249,9 @@ def make_engine(
     return engine
 
 
-Outputs = dict[tuple[str, int], list[int]]
-
-
 def collect(engine: Engine, outputs: Outputs) -> None:
     for update in engine.step():
-        name = update.sequence.attempt_id, update.sequence.index
-        outputs.setdefault(name, []).extend(token.token_id for token in update.tokens)
+        add_tokens(outputs, update)
 
 
 @cache

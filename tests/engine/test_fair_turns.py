@@ -18,7 +18,15 @@ from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
 from tests.testing.constant_engine import make_constant_engine
-from tests.testing.tiny_engine import make_engine, make_prompt, make_request, run
+from tests.testing.tiny_engine import (
+    Outputs,
+    add_tokens,
+    make_engine,
+    make_prompt,
+    make_request,
+    run,
+    updates_of,
+)
 
 CAPACITY = 16
 KINDS = st.tuples(st.sampled_from("abc"), st.integers(2, CAPACITY), st.booleans()) | st.tuples(
@@ -97,22 +105,16 @@ def costly_and_small() -> list[Sequence]:
 
 
 def test_tokens_are_the_same_and_a_small_client_ends_first(load: Callable[[str], LoadedModel]) -> None:
-    expected: dict[tuple[str, int], list[int]] = {}
+    expected: Outputs = {}
     for request in costly_and_small():
         expected |= run(make_engine(load("llama")), request)
     engine = make_engine(load("llama"), max_num_seqs=4, max_num_batched_tokens=16)
-    requests = costly_and_small()
-    for request in requests:
-        engine.add_request(request)
-    outputs: dict[tuple[str, int], list[int]] = {}
+    outputs: Outputs = {}
     ended: list[str] = []
-    while not engine.is_idle:
-        for update in engine.step():
-            key = update.sequence.attempt_id, update.sequence.index
-            outputs.setdefault(key, []).extend(token.token_id for token in update.tokens)
-            if update.status.is_finished:
-                ended.append(update.sequence.attempt_id)
-        engine.check_conservation()
+    for update in updates_of(engine, *costly_and_small()):
+        add_tokens(outputs, update)
+        if update.status.is_finished:
+            ended.append(update.sequence.attempt_id)
         assert engine.num_stepped <= 4
     assert ended[0] == "small"
     assert outputs == expected

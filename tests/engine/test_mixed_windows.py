@@ -18,7 +18,7 @@ from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel, load_model
 from tests.testing import windows
-from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output, run
+from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, output, run, run_in_order
 from tests.testing.tiny_engine import make_request as make_any_request
 from tests.testing.tiny_models import make_random_model
 from tests.testing.windows import NUM_NEW, CheckGreedy, finish, make_request
@@ -175,10 +175,7 @@ def test_8_bit_blocks_in_frames_give_the_bits_of_flat_ones(load: Load, architect
         memory = KvMemory(shape.flat if is_flat else shape, 64, torch.device("cpu"))
         engine = Engine(model, memory, SchedulerConfig(BLOCK_SIZE, 8, 32))
         request = make_request("r", 90, max_tokens=60)
-        engine.add_request(request)
-        while not engine.is_idle:
-            engine.step()
-        found.append(output(request))
+        found += run_in_order(engine, request)
     assert found[0] == found[1]
 
 

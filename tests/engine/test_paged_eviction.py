@@ -132,8 +132,7 @@ def test_a_transferred_prompt_is_cut_where_it_arrives(model: LoadedModel) -> Non
         decode.memory.write(target, prefill.memory.read(source))
     decode.transfers.admit("r", there.token_ids[-1])
     assert len(here.held_blocks) <= BUDGET // BLOCK_SIZE
-    while not decode.is_idle:
-        decode.step()
+    run(decode)
     assert here.token_ids[here.num_prompt_tokens :] == expected
     prefill.abort("r")
     prefill.check_conservation()

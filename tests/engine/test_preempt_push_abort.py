@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from quire.engine.engine import Engine
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.weights.loader import LoadedModel
-from tests.testing.tiny_engine import make_engine, make_prompt, make_request, output
+from tests.testing.tiny_engine import make_engine, make_prompt, make_request, output, updates_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,9 +76,7 @@ def reference(load: Callable[[str], LoadedModel]) -> Reference:
         found.outputs[name] = output(sequence)
     engine, prompt = make_engine(load("llama")), request("pushed")
     prompt.stops_after_prefill = True
-    engine.add_request(prompt)
-    while not engine.is_idle:
-        engine.step()
+    list(updates_of(engine, prompt))
     found.payloads = [engine.memory.read(block_id) for block_id in prompt.block_table]
     return found
 

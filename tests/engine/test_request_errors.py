@@ -22,7 +22,7 @@ from quire.engine.structured_output.grammar import Mask
 from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams, SamplingParams
-from tests.testing.tiny_engine import Outputs, make_engine
+from tests.testing.tiny_engine import Outputs, add_tokens, make_engine, updates_of
 
 EOS = 1
 Errors = dict[str, RequestFailedError]
@@ -53,20 +53,15 @@ def make_request(name: str, grammar: Any = None, **params: Any) -> Sequence:
 
 def run(engine: Engine, *requests: Sequence) -> tuple[Outputs, Errors]:
     """Run requests to their ends; return the tokens of each sequence, and the errors."""
-    for request in requests:
-        engine.add_request(request)
     outputs: Outputs = {}
     errors: Errors = {}
-    while not engine.is_idle:
-        for update in engine.step():
-            name = update.sequence.attempt_id
-            assert name not in errors, "nothing comes after an error"
-            tokens = outputs.setdefault((name, update.sequence.index), [])
-            tokens += [token.token_id for token in update.tokens]
-            if update.error is not None:
-                assert update.status.is_finished
-                errors[name] = update.error
-    engine.check_conservation()
+    for update in updates_of(engine, *requests):
+        name = update.sequence.attempt_id
+        assert name not in errors, "nothing comes after an error"
+        add_tokens(outputs, update)
+        if update.error is not None:
+            assert update.status.is_finished
+            errors[name] = update.error
     assert engine.pool.counts.used == 0
     assert not engine.groups
     return outputs, errors

@@ -16,7 +16,7 @@ from quire.engine.sequences.sequence import Sequence, TokenLogprobs
 from quire.engine.weights import loader, whole_model
 from quire.engine.weights.loader import LoadedModel, load_model
 from quire.kernels.cpu.products.packed_weight import TiledWeight
-from tests.testing.tiny_engine import make_engine, make_request
+from tests.testing.tiny_engine import make_engine, make_request, updates_of
 
 NUM_PROMPT, NUM_NEW = 90, 40
 EXPERTS = ["gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
@@ -53,12 +53,10 @@ def run(model: LoadedModel, sequence: Sequence, budget: int, num_others: int = 0
     for index in range(num_others):
         prompt = Random(index).choices(range(2, 320), k=7 + index)
         engine.add_request(make_request(f"other-{index}", prompt))
-    engine.add_request(sequence)
     output: list[TokenLogprobs | None] = []
-    while not engine.is_idle:
-        for update in engine.step():
-            if update.sequence is sequence:
-                output += [token.logprobs for token in update.tokens]
+    for update in updates_of(engine, sequence):
+        if update.sequence is sequence:
+            output += [token.logprobs for token in update.tokens]
     return Logprobs(sequence.prompt_logprobs, output)
 
 

@@ -10,7 +10,7 @@ from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import BeamParams
-from tests.testing.tiny_engine import Outputs, make_engine, make_prompt, make_request, run
+from tests.testing.tiny_engine import Outputs, add_tokens, make_engine, make_prompt, make_request, run
 
 
 def check_random_schedule(
@@ -68,8 +68,7 @@ def _run_at_random(engine: Engine, requests: list[Sequence], random: Random) -> 
                 engine.abort(victim.attempt_id)
                 aborted.add(victim.attempt_id)
         for update in engine.step():
-            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
-            tokens += [token.token_id for token in update.tokens]
+            add_tokens(outputs, update)
         engine.check_conservation()
     assert engine.pool.counts.used == 0
     return outputs, aborted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -14,7 +14,7 @@ from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.sequences.paged_eviction import PagedEviction, Score, importance
 from quire.engine.sequences.schedule import Schedule
-from quire.engine.sequences.sequence import GeneratedToken, Sequence
+from quire.engine.sequences.sequence import GeneratedToken, Sequence, SequenceUpdate
 from quire.engine.speculation.speculator import Speculator
 from quire.engine.weights.loader import LoadedModel
 from quire.sampling.params import SamplingParams
@@ -81,27 +81,33 @@ def make_request(name: str, prompt: list[int], **params: Any) -> Sequence:
     return Sequence(name, list(prompt), len(prompt), sampling, b"root")
 
 
-def run(engine: Engine, *requests: Sequence) -> Outputs:
-    """Run requests to their ends; return the new tokens of each sequence."""
+def updates_of(engine: Engine, *requests: Sequence) -> Iterator[SequenceUpdate]:
+    """Add requests, step to the end of all requests, and yield the updates."""
     for request in requests:
         engine.add_request(request)
-    outputs: Outputs = {}
     while not engine.is_idle:
-        for update in engine.step():
-            tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
-            tokens += [token.token_id for token in update.tokens]
+        yield from engine.step()
         engine.check_conservation()
+
+
+def add_tokens(outputs: Outputs, update: SequenceUpdate) -> None:
+    """Add the tokens of an update to those of its sequence."""
+    tokens = outputs.setdefault((update.sequence.attempt_id, update.sequence.index), [])
+    tokens += [token.token_id for token in update.tokens]
+
+
+def run(engine: Engine, *requests: Sequence) -> Outputs:
+    """Run requests to their ends; return the new tokens of each sequence."""
+    outputs: Outputs = {}
+    for update in updates_of(engine, *requests):
+        add_tokens(outputs, update)
     assert engine.pool.counts.used == 0
     return outputs
 
 
 def generated(engine: Engine, request: Sequence) -> list[GeneratedToken]:
     """Run a request; return its tokens with their logprobs."""
-    engine.add_request(request)
-    found: list[GeneratedToken] = []
-    while not engine.is_idle:
-        found += [token for update in engine.step() for token in update.tokens]
-    return found
+    return [token for update in updates_of(engine, request) for token in update.tokens]
 
 
 def check_prefix_hit(model: LoadedModel, num_equal: int) -> int:
@@ -156,8 +162,5 @@ def _run_mixed(
     for index, length in enumerate((1, 16, 50, 90)):
         prompt = Random(index).choices(range(2, 320), k=length)
         sequences.append(Sequence(f"request-{index}", prompt, length, params, b"root"))
-        engine.add_request(sequences[-1])
-    sampled: list[object] = []
-    while not engine.is_idle:
-        sampled += [(update.sequence.attempt_id, update.tokens) for update in engine.step()]
+    sampled = [(update.sequence.attempt_id, update.tokens) for update in updates_of(engine, *sequences)]
     return [*sampled, *(sequence.prompt_logprobs for sequence in sequences)]
