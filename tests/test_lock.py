@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +12,8 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.testing.commands import run_command
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -81,9 +82,7 @@ def test_the_lock_names_no_index(path: Path) -> None:
 
 def test_run_installs_the_readmes_extras_and_nothing_for_tests() -> None:
     command = "source scripts/setup.sh && echo $RUN_EXTRAS"
-    extras = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    ).stdout
+    extras = run_command("bash", "-c", command, cwd=ROOT).stdout
     chosen = locked.select(extras.strip().split(","))
     assert {"aiohttp", "llguidance", "numba", "transformers"} <= chosen.keys()
     assert not {"pytest", "triton", "torch", "matplotlib"} & chosen.keys()

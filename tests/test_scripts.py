@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.commands import run_command
 from tests.testing.repository import ROOT, package_folders
 
 PROGRAM = """#!/bin/sh
@@ -99,7 +100,7 @@ def test_each_stage_shows_its_own_duration(tmp_path: Path) -> None:
     programs = tmp_path / ".venv" / "bin"
     (programs / "python").write_text("#!/bin/sh\nsleep 2\ntouch ended\n")
     (programs / "slipcover").write_text("#!/bin/sh\nuntil [ -e ended ]; do sleep 0.1; done\n")
-    ended = subprocess.run([tmp_path / "test"], capture_output=True, text=True, timeout=60, check=True)
+    ended = run_command(tmp_path / "test")
     (line,) = [
         line for line in ended.stderr.splitlines() if line.startswith("end-to-end tests             passed")
     ]
@@ -136,10 +137,7 @@ except KeyboardInterrupt:
 
 def test_the_folders_are_those_of_the_package() -> None:
     command = "source scripts/setup.sh && echo $FOLDERS"
-    printed = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    ).stdout
-    assert printed.split() == package_folders()
+    assert run_command("bash", "-c", command, cwd=ROOT).stdout.split() == package_folders()
 
 
 def test_the_coverage_of_a_file_and_of_its_link_are_one(tmp_path: Path) -> None:
@@ -157,9 +155,6 @@ def test_the_coverage_of_a_file_and_of_its_link_are_one(tmp_path: Path) -> None:
     }
     for number, (name, lines) in enumerate(files.items()):
         (build / f"coverage-{number}.json").write_text(json.dumps({"files": {name: lines}}))
-    command: list[str | Path] = [sys.executable, tmp_path / "scripts" / "coverage"]
-    printed = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=True
-    ).stdout.splitlines()
+    printed = run_command(sys.executable, tmp_path / "scripts" / "coverage").stdout.splitlines()
     assert printed[1:3] == ["     6      4  33.3%  engine/pool.py  2-4, 6-9", "     7      4  42.9%  total"]
     assert (build / "coverage.txt").read_text().splitlines() == printed[:3]

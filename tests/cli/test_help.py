@@ -16,6 +16,7 @@ from typer.testing import Result
 from quire.cli import app
 from quire.cli.failure import INTERRUPTED
 from quire.cli.main import main
+from tests.testing.commands import run_command
 
 Quire = Callable[..., Result]
 
@@ -75,9 +76,7 @@ def test_verbs_import_only_what_they_need(arguments: list[str], absent: list[str
         "try: main()\n"
         f"except SystemExit: print(sorted(set({absent!r}) & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30, check=True
-    )
+    done = run_command(sys.executable, "-c", program, *arguments)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

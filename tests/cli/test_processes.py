@@ -6,7 +6,6 @@ import io
 import multiprocessing.connection
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from quire.services.local.redis_process import RedisNotStartedError
 from quire.services.router import app, public_servers
 from quire.services.router.config import DEFAULT_HTTP_PORT, RouterConfig
 from quire.services.worker.config import DiskFolder, WorkerConfig
+from tests.testing.commands import run_command
 
 pytestmark = pytest.mark.slow
 
@@ -349,10 +349,7 @@ def test_the_end_of_a_process_is_reported(program: str, end: str) -> None:
 
 
 def test_a_missing_model_is_reported_in_one_line(command: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*command, "decode", str(tmp_path / "missing")], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
+    done = run_command(*command, "decode", tmp_path / "missing", status=1)
     assert (
         done.stderr
         == f"error: cannot load the model {tmp_path / 'missing'}: there is no folder {tmp_path / 'missing'}\n"
@@ -387,13 +384,7 @@ def test_a_model_with_a_damaged_file_ends_the_command_with_one_sentence(
     shutil.copytree(demo_model_path(), folder)
     os.truncate(folder / name, 100)
     ports = ["--port", "0"] if verb == "decode" else ["--port", "0", "--http-port", "0"]
-    done = subprocess.run(
-        [*command, verb, str(folder), "--num-blocks", "64", *ports],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
+    done = run_command(*command, verb, folder, "--num-blocks", "64", *ports, status=1, timeout=120)
     assert done.stderr.strip().startswith(message.format(folder=folder))
     assert len(done.stderr.strip().splitlines()) == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -13,6 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.testing.commands import run_command
 from tests.testing.repository import ROOT, package_folders
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -32,8 +32,7 @@ def argument(name: str) -> str:
 
 def requirements(*extras: str) -> set[str]:
     """Return the pins that ``requirements/locked.py`` prints."""
-    command: list[str | Path] = [sys.executable, ROOT / "requirements" / "locked.py", *extras]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    printed = run_command(sys.executable, ROOT / "requirements" / "locked.py", *extras).stdout
     return set(re.findall(r"^\S+==\S+", printed, re.MULTILINE))
 
 
@@ -95,9 +94,7 @@ for module in pkgutil.walk_packages(router.__path__, "quire.services.router."):
 def test_a_router_imports_only_what_its_image_has() -> None:
     pins = requirements(*argument("ROUTER_EXTRAS").split())
     names = [re.sub("[-_.]+", "-", pin.partition("==")[0].partition("[")[0]).lower() for pin in pins]
-    command = [sys.executable, "-c", IMPORT_ALL, "quire-llm", *names]
-    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert imported.returncode == 0, imported.stderr
+    run_command(sys.executable, "-c", IMPORT_ALL, "quire-llm", *names, cwd=ROOT)
 
 
 def test_the_default_torch_is_the_one_for_the_cpu() -> None:
@@ -118,8 +115,7 @@ def is_ignored(path: str) -> bool:
 
 def tracked_files() -> list[str]:
     """Return the files of the repository."""
-    command = ["git", "ls-files"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    listed = run_command("git", "ls-files", cwd=ROOT).stdout
     return [name for name in listed.splitlines() if (ROOT / name).exists()]
 
 
@@ -174,8 +170,7 @@ def test_the_distributions_have_the_package_and_no_file_of_a_user(tmp_path: Path
         (source / name).touch()
     uv = Path(sys.executable).with_name("uv")
     options = ["--quiet", "--offline", "--no-build-isolation", "--python", sys.executable]
-    command: list[str | Path] = [uv, "build", "--sdist", "--wheel", *options]
-    subprocess.run(command, cwd=source, timeout=300, check=True)
+    run_command(uv, "build", "--sdist", "--wheel", *options, cwd=source, timeout=300)
     (wheel,) = source.glob("dist/*.whl")
     with ZipFile(wheel) as opened:
         names = {name.removeprefix("quire/") for name in opened.namelist() if name.startswith("quire/")}

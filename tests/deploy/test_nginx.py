@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -14,6 +13,7 @@ import pytest
 
 from quire.rpc.server import PUBLIC_MESSAGE_BYTES
 from tests.soak.fuzz.proxy import behind_nginx
+from tests.testing.commands import run_command
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy/nginx/nginx.conf"
 
@@ -23,9 +23,7 @@ needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is
 
 @needs_nginx
 def test_nginx_accepts_the_configuration(tmp_path: Path) -> None:
-    command = ["nginx", "-t", "-p", str(tmp_path), "-c", str(CONFIGURATION)]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
+    run_command("nginx", "-t", "-p", tmp_path, "-c", CONFIGURATION)
 
 
 def test_nginx_passes_the_largest_message_and_the_longest_request() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from quire.client import AsyncClient, Unsupported
 from quire.client.admin import AdminClient, WorkerStatus
+from tests.testing.commands import run_command
 from tests.testing.processes import QUIRE, serving
 from tests.testing.stacks import make_prompt
 
@@ -150,12 +151,6 @@ async def test_scaling_and_the_end_of_a_node_change_no_token(
 
 
 def test_a_missing_ray_cluster_is_reported(tiny_model: Callable[[str], Path]) -> None:
-    done = subprocess.run(
-        [*QUIRE, "serve", "--ray", "127.0.0.1:1", "--port", "0", str(tiny_model("llama"))],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 1
+    arguments = ["serve", "--ray", "127.0.0.1:1", "--port", "0"]
+    done = run_command(*QUIRE, *arguments, tiny_model("llama"), status=1, timeout=WAIT_SECONDS)
     assert "quire serve: no Ray cluster at 127.0.0.1:1" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import urllib.request
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ import pytest
 from quire.client import Client, QuireError
 from quire.protos import inference_pb2 as pb
 from quire.protos.inference_pb2_grpc import GenerationServiceStub
+from tests.testing.commands import run_command
 from tests.testing.processes import QUIRE, children_of, have_ended, serving
 from tests.testing.until import until
 
@@ -71,9 +71,7 @@ def check_port_in_use(address: str) -> None:
     port = address.rpartition(":")[2]
     for number in ("1", "2"):
         command = [*QUIRE, "router", "--port", port, "--metrics-port", "0", "--router-processes", number]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 1
-        assert "in use" in done.stderr
+        assert "in use" in run_command(*command, status=1).stderr
 
 
 def listeners(parent: int, address: str) -> set[int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from quire.client import AsyncClient
+from tests.testing.commands import run_command
 from tests.testing.processes import QUIRE, serving
 from tests.testing.stacks import make_prompt
 
@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 def scale(admin_address: str, *numbers: str) -> list[str]:
     """Return the lines that ``quire admin scale`` prints."""
     command = [*QUIRE, "admin", "scale", *numbers, "--admin-address", admin_address]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return run_command(*command, timeout=300).stdout.splitlines()
 
 
 async def test_workers_are_added_and_removed_under_load(

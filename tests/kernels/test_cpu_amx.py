@@ -6,7 +6,6 @@ import ctypes
 import json
 import math
 import platform
-import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -27,6 +26,7 @@ from quire.kernels.cpu.products.packed_weight import TiledWeight
 from quire.kernels.cpu.products.packing import pack, tiles_are_exact
 from quire.kernels.cpu.products.unit_product import ROWS
 from tests.kernels.amx_emulator import INSTRUCTIONS, environment
+from tests.testing.commands import run_command
 from tests.testing.linear_layers import check_rows_and_threads, in_pairs
 
 # --- the instruction ``tdpbf16ps`` in exact arithmetic, as Intel's manual defines it ------------------------
@@ -292,9 +292,8 @@ _has_tiles = processor_features().get("amx-tile", False) and processor_features(
     reason="the handler is for Linux on x86-64",
 )
 def test_machine_code_with_tiles_has_the_bits_of_vectors_if_its_instructions_are_emulated() -> None:
-    command = [sys.executable, "-m", "tests.kernels.amx_emulator"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = sys.executable, "-m", "tests.kernels.amx_emulator"
+    done = run_command(*command, variables=environment(), timeout=1800)
     counts = json.loads(done.stdout)
     *met, faults = counts["met"]
     assert faults == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.kernels.cpu.kernel_cache import _KernelFiles
+from tests.testing.commands import run_command
 
 PROGRAM = """
 import torch
@@ -33,10 +34,14 @@ for weight_dtype in ("float32", "int8", "int4", "w4a8"):
 """
 
 
+def run(arguments: list[str | Path], cache: Path) -> None:
+    """Run Python with a folder of compiled kernels."""
+    run_command(sys.executable, *arguments, variables={"NUMBA_CACHE_DIR": str(cache)}, timeout=900)
+
+
 def test_linear_layers_from_the_cache_are_right(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+        run(["-c", PROGRAM], tmp_path)
         assert len(list(tmp_path.rglob("unit_product*.nbc"))) == 4, "not each type of weights has its kernel"
         assert len(list(tmp_path.rglob("linear*.nbc"))) == 1, "the kernel that calls them was not stored"
 
@@ -93,9 +98,7 @@ def test_only_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None
 def test_a_kernel_that_cannot_be_compiled_keeps_no_lock(tmp_path: Path, compile_it: str) -> None:
     program = tmp_path / "kernel.py"
     program.write_text(BROKEN_KERNEL.replace("COMPILE_IT", compile_it))
-    subprocess.run(
-        [sys.executable, str(program)], env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, check=True
-    )
+    run([program], tmp_path)
 
 
 def files(folder: Path, stamp: str = "sources") -> Any:
@@ -137,16 +140,14 @@ def test_a_kernel_is_compiled_on_a_file_system_without_locks(tmp_path: Path) -> 
         "fcntl.flock = fail\n"
     )
     program.write_text(failing + KERNEL)
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, str(program)], env=environment, check=True, capture_output=True)
+    run([program], tmp_path)
 
 
 def test_a_kernel_cache_on_a_full_disk_keeps_no_unfinished_file(tmp_path: Path) -> None:
     """The kernel runs nevertheless, and the next process compiles it again."""
     program = tmp_path / "kernel.py"
     program.write_text(f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n{KERNEL}")
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-B", str(program)], env=environment, check=True, capture_output=True)
+    run(["-B", program], tmp_path / "cache")
     files = [path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert set(files) <= {".compiling", ".lock"}, files
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from array import array
 from pathlib import Path
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 
 from quire.kvindex.block_hash import SHARED, CacheScope, block_hash, block_hashes, fingerprint, root_hash
 from quire.kvindex.kv_layout import KvLayout
+from tests.testing.commands import run_command
 
 DESCRIPTOR = KvLayout(4, 2, 16, 32, "bfloat16", "model", "bfloat16", "float32-1").descriptor()
 VECTORS = json.loads(Path(__file__).with_name("block_hash_vectors.json").read_text(encoding="utf-8"))
@@ -41,10 +40,9 @@ def test_another_process_agrees(seed: str) -> None:
         "root = root_hash(sys.argv[1].encode(), b'secret', CacheScope('tenant'))\n"
         "print(*(h.hex() for h in block_hashes(root, range(40), 16)))\n"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": seed}
-    command = [sys.executable, "-c", program, VECTORS[0]["descriptor"]]
-    answer = subprocess.run(command, env=environment, capture_output=True, check=True)
-    assert answer.stdout.decode().split() == VECTORS[0]["block_hashes_hex"]
+    command = sys.executable, "-c", program, VECTORS[0]["descriptor"]
+    answer = run_command(*command, variables={"PYTHONHASHSEED": seed})
+    assert answer.stdout.split() == VECTORS[0]["block_hashes_hex"]
 
 
 @given(tokens, tokens, st.integers(1, 20))

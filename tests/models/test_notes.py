@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from random import Random
 
@@ -21,6 +20,7 @@ from quire.models.notes import (
     sample_notes,
     text,
 )
+from tests.testing.commands import run_command
 
 LANTERN = Note("code", "lantern", 417)
 ANCHOR = Note("room", "anchor", 902)
@@ -73,4 +73,4 @@ def test_held_out_questions_are_answered_by_their_notes(num_turns: int) -> None:
 
 def test_needs_no_torch() -> None:
     code = "import sys, quire.models.notes; assert not {'torch', 'tokenizers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_command(sys.executable, "-c", code)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.models.source import find_model, model_name, pin_revision, without_revision
+from tests.testing.commands import run_command
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
@@ -33,11 +32,8 @@ def find_in(cache: Path, source: str) -> str:
         "import sys; from quire.models.source import *\n"
         "folder = find_model(sys.argv[1]); print(folder, pin_revision(sys.argv[1], folder))"
     )
-    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(
-        [sys.executable, "-c", program, source], env=environment, capture_output=True, check=True, text=True
-    )
-    return found.stdout.strip()
+    variables = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    return run_command(sys.executable, "-c", program, source, variables=variables).stdout.strip()
 
 
 @pytest.mark.parametrize(("source", "name"), [("org/model", "main"), ("org/model@v1", "v1")])

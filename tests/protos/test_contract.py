@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
+from tests.testing.commands import run_command
+
 ROOT = Path(__file__).parents[2]
 BASELINE = ROOT / "protos" / "baseline.binpb"
 BUF = Path(sys.executable).with_name("buf")
@@ -24,8 +26,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mapping = f"-Iquire/protos={ROOT / 'protos'}"
     options = ["--include_imports", "--include_source_info", f"--descriptor_set_out={path}"]
     # In a process of its own: the compiler and NIXL, which other tests load, abort in one process.
-    command = [sys.executable, "-m", "grpc_tools.protoc", mapping, *options, *files]
-    subprocess.run(command, check=True, timeout=60)
+    run_command(sys.executable, "-m", "grpc_tools.protoc", mapping, *options, *files)
     return path
 
 

@@ -25,5 +25,6 @@
 * ``certificates``: files of certificates for servers with TLS.
 * ``stacks``: connections to a stack of real processes, which ``start_stack`` starts, and its metrics.
 * ``forked``, ``forked_ranks``: processes that are forked from one that has imported torch.
+* ``commands``: commands that run to their ends.
 * ``processes``: ``quire serve``, workers that a script changes, ranks, and whether processes run.
 """

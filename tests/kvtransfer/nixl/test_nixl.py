@@ -24,6 +24,7 @@ from quire.kvtransfer.transports import nixl
 from quire.kvtransfer.transports.nixl import NixlAgent
 from quire.protos import kvtransfer_pb2 as pb
 from tests.kvtransfer.nixl.holder import BLOCK_BYTES, NUM_BLOCKS, content
+from tests.testing.commands import run_command
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("nixl_cu12", reason="the extra 'nixl' is not installed")
@@ -257,13 +258,8 @@ def test_a_process_with_an_open_agent_ends(start_holder: StartHolder) -> None:
         "agent = NixlAgent('reader')\n"
         "agent.read(pb.SharedPool.FromString(bytes.fromhex(sys.argv[1])), [0], int(sys.argv[2]))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, holder.offer.SerializeToString().hex(), str(BLOCK_BYTES)],
-        timeout=WAIT_SECONDS,
-        check=False,
-        capture_output=True,
-    )
-    assert ended.returncode == 0, ended.stderr
+    arguments = holder.offer.SerializeToString().hex(), str(BLOCK_BYTES)
+    run_command(sys.executable, "-c", code, *arguments, timeout=WAIT_SECONDS)
     read_again = NixlAgent("another")
     read(read_again, holder, [1])
     read_again.close()

@@ -7,7 +7,6 @@ import importlib
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -27,6 +26,7 @@ from quire.services.local.child_processes import (
     stopped_at_end,
     wait_for_imports,
 )
+from tests.testing.commands import run_command
 
 
 def test_a_process_that_cannot_be_started_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,29 +65,17 @@ for thread in threading.enumerate():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
 def test_a_signal_while_the_fork_server_imports_leaves_no_process_half_started() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_WAIT], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_command(sys.executable, "-c", INTERRUPTED_WAIT)
     # The processes of the fork server have this standard error too, so all of them have ended.
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
 def test_a_folder_whose_path_is_too_long_for_a_socket_is_explained(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 108)
     folder.mkdir()
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from quire.services.local.child_processes import fork_server; fork_server([])",
-        ],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    program = "from quire.services.local.child_processes import fork_server; fork_server([])"
+    run = run_command(sys.executable, "-c", program, status=1, variables={"TMPDIR": str(folder)})
     remedy = "OSError: AF_UNIX path too long: set TMPDIR to a folder with a shorter path"
     assert run.stderr.splitlines()[-1] == remedy
 

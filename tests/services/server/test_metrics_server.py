@@ -23,6 +23,7 @@ from quire.rpc.server import GrpcServer, bind_problem, grpc_server
 from quire.services.server import metrics_server as metrics_server_module
 from quire.services.server.loop_lag import LoopLagMetrics, loop_lag_observed
 from quire.services.server.metrics_server import Probes, metrics_server
+from tests.testing.commands import run_command
 
 SECONDS = 10.0
 STALLED = Health("stalled", "2 requests wait")
@@ -164,6 +165,4 @@ async def test_the_health_check_of_the_images_follows_ready(process: Process) ->
 
 
 def test_the_health_check_of_the_images_fails_where_nothing_listens() -> None:
-    environment = {**os.environ, "QUIRE_METRICS_PORT": "1"}
-    result = subprocess.run([READY], env=environment, capture_output=True, timeout=SECONDS, check=False)
-    assert result.returncode == 1
+    run_command(READY, status=1, variables={"QUIRE_METRICS_PORT": "1"}, timeout=SECONDS)

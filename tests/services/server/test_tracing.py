@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from opentelemetry.trace import StatusCode
 from quire.rpc.errors import Unavailable
 from quire.services.server.otel_tracing import OtelTracer
 from quire.services.server.tracing import NO_SPAN, MissingTracingError, NoTracer, open_tracer
+from tests.testing.commands import run_command
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -143,7 +143,4 @@ def test_services_load_no_exporter_by_themselves() -> None:
         "import sys, quire.services.router.app, quire.services.worker.config\n"
         "print([name for name in sys.modules if 'otel_tracing' in name or 'opentelemetry.exporter' in name])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert run_command(sys.executable, "-c", program).stdout.strip() == "[]"
