@@ -7,12 +7,9 @@ import shutil
 from pathlib import Path
 
 from quire.models.source import demo_model_path
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
-from quire.services.worker.config import WorkerConfig
+from quire.services.local.stack import RunningStack
 from tests.testing.chromium import Page, chromium, needs_chromium
-from tests.testing.stacks import connect, kill_busy_worker
+from tests.testing.stacks import StartStack, connect, kill_busy_worker
 
 LABELS = "[...document.querySelectorAll('.worker')].map((worker) => worker.dataset.label)"
 ANSWER = "document.querySelector('.assistant > .text').textContent"
@@ -36,14 +33,9 @@ async def open_page(page: Page, stack: RunningStack) -> None:
 
 
 @needs_chromium
-async def test_an_answer_goes_on_while_its_worker_disappears(tmp_path: Path) -> None:
-    config = LocalStackConfig(
-        num_decode=2,
-        router=RouterConfig(port=0, http_port=0),
-        worker=WorkerConfig(role="decode", model=endless_demo_model(tmp_path / "demo"), dtype="float32"),
-        log_level="error",
-    )
-    with local_stack(config) as stack:
+async def test_an_answer_goes_on_while_its_worker_disappears(start_stack: StartStack, tmp_path: Path) -> None:
+    model = endless_demo_model(tmp_path / "demo")
+    with start_stack("llama", model=model, num_decode=2, http_port=0) as stack:
         async with connect(stack) as (_, workers), chromium(tmp_path / "profile") as page:
             await open_page(page, stack)
             assert sorted(await page.value(LABELS)) == ["D1", "D2", "P1"]

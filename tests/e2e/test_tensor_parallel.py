@@ -19,17 +19,14 @@ from quire.benchmarks.harness.random_adapters import make_adapter
 from quire.client.admin import AdminClient
 from quire.llm import LLM, SamplingParams
 from quire.protos import inference_pb2, worker_pb2
-from quire.routing.placement import PolicyConfig
 from quire.services.local import local_launcher
 from quire.services.local import stack as stack_module
-from quire.services.local.config import LocalStackConfig
-from quire.services.local.stack import RunningStack, local_stack
-from quire.services.router.config import RouterConfig
+from quire.services.local.stack import RunningStack
 from quire.services.worker.config import DiskFolder, WorkerConfig
 from tests.testing.decodes import decoding, disaggregated, make_sequence, prefill, pull_source
 from tests.testing.forked_ranks import run_worker_with_forked_ranks
 from tests.testing.processes import children_of, have_ended
-from tests.testing.stacks import GREEDY, begin, connect, make_prompt, wait_until_idle
+from tests.testing.stacks import GREEDY, StartStack, begin, connect, make_prompt, wait_until_idle
 from tests.testing.tiny_models import best_tokens, load_reference
 from tests.testing.until import until
 
@@ -40,6 +37,7 @@ PAIRS = [*{(SIZES[a], SIZES[b]): (a, b) for a, b in permutations(SIZES, 2)}.valu
 HEADS = {"intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
 LENGTH, NUM_NEW, NUM_FULL = 200, 24, 12
 WAIT_SECONDS = 60.0
+ROLES = ("prefill", "decode")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(model: Path) -> Iterator[Callable[..., Any]]:
+def start(model: Path, start_stack: StartStack) -> Iterator[Callable[..., Any]]:
     """Return a function that starts a stack whose workers have these numbers of processes, by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_launcher, "run_worker", run_worker_with_forked_ranks)
@@ -65,15 +63,9 @@ def start(model: Path) -> Iterator[Callable[..., Any]]:
                 }
 
             patch.setattr(stack_module, "worker_configs", configs)
-            worker = {"model": str(model), "num_blocks": 256, "max_model_len": 400, "threads": 1, **settings}
-            config = LocalStackConfig(
-                num_prefill=sum(name.startswith("prefill") for name in sizes),
-                num_decode=sum(name.startswith("decode") for name in sizes),
-                router=RouterConfig(port=0, placing=PolicyConfig(local_prefill_tokens=0)),
-                worker=WorkerConfig(role="decode", dtype="float32", **worker),
-                log_level="error",
-            )
-            return local_stack(config)
+            small = {"model": str(model), "num_blocks": 256, "max_model_len": 400, "threads": 1}
+            counts = {f"num_{role}": sum(each.startswith(role) for each in sizes) for role in ROLES}
+            return start_stack("llama", **{**small, **counts, **settings})
 
         yield start
 
