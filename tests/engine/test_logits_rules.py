@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,22 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.errors import NoTokenLeftError
-from quire.engine.structured_output.grammar import Mask
 from quire.engine.structured_output.logits_rules import LogitsRules, TokenCounts
 from quire.sampling.params import SamplingParams
 
 VOCAB_SIZE, EOS = 8, 0
 token_lists = st.lists(st.integers(0, 200), max_size=150)
-
-
-class BrokenGrammar:
-    """Cannot be copied."""
-
-    def allowed(self, token_ids: list[int]) -> Mask:
-        return np.ones(VOCAB_SIZE, dtype=np.bool_)
-
-    def copy(self) -> BrokenGrammar:
-        raise OverflowError("scripted")
 
 
 def as_dict(counts: TokenCounts) -> dict[int, float]:
@@ -91,7 +82,7 @@ def test_the_rule_that_forbids_every_token_is_named() -> None:
 
 
 def test_a_grammar_that_cannot_be_copied_fails_the_copy_only() -> None:
-    grammar: Any = BrokenGrammar()
+    grammar: Any = SimpleNamespace(copy=Mock(side_effect=OverflowError("scripted")))
     rules = LogitsRules(SamplingParams(), 1, grammar)
     copy = rules.copy()
     assert isinstance(copy.error, OverflowError)

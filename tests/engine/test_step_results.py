@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +19,11 @@ from quire.engine.sequences.block_tables import BlockTables
 from quire.engine.sequences.paged_eviction import PagedEviction
 from quire.engine.sequences.sequence import ScheduledSequence, Sequence, SequenceStatus, SequenceUpdate
 from quire.engine.sequences.stop_rules import StopRules
-from quire.engine.speculation.speculator import DraftRequest, Speculator
+from quire.engine.speculation.speculator import Speculator
 from quire.sampling.params import BeamParams
 from tests.testing.tiny_engine import make_request
 
 BLOCK_SIZE, VOCAB_SIZE, EOS = 4, 16, 1
-
-
-class NoDrafts:
-    """Proposes nothing."""
-
-    def propose(self, requests: list[DraftRequest]) -> list[list[int]]:
-        return [[] for _ in requests]
 
 
 class Step:
@@ -42,7 +36,8 @@ class Step:
         rules = StopRules(frozenset({EOS}), max_model_len=100)
         checks = RequestChecks(False, self.tables, max_num_seqs=8, max_model_len=100)
         self.requests = Requests(checks, rules, self.queues, self.tables, SwapSpace(0), clock=lambda: 0.0)
-        self.speculator = Speculator(NoDrafts(), 4)
+        no_drafts: Any = SimpleNamespace(propose=lambda requests: [[] for _ in requests])
+        self.speculator = Speculator(no_drafts, 4)
         no_memory: Any = None
         eviction = PagedEviction(no_memory)
         self.results = StepResults(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,7 +22,6 @@ from quire.kvindex.instrumented_index import (
 )
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.worker_record import WorkerRecord
-from tests.testing.memory_index import MemoryLease, MemoryStore
 
 HASHES = [bytes([index]) * 16 for index in range(4)]
 
@@ -99,27 +101,15 @@ def test_the_breaker_and_the_fallbacks_are_seen_from_the_start() -> None:
     assert setup.value("breaker_state") == BreakerState.OPEN
 
 
-class FailingLease(MemoryLease):
-    """Fails every call that may fail."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(MemoryStore(), 30.0)
-        self._error = error
-
-    async def beat(self) -> None:
-        raise self._error
-
-    async def publish(self, block_hashes: Sequence[bytes]) -> None:
-        raise self._error
-
-
 @pytest.mark.parametrize(
     ("error", "fenced", "full"), [(LeaseLostError(), 2, 0), (IndexFullError(), 0, 1), (OSError(), 0, 0)]
 )
 async def test_a_publish_that_failed_adds_no_entries(error: Exception, fenced: int, full: int) -> None:
     registry = CollectorRegistry()
     metrics = PublisherMetrics(registry, PublishLedger(clock=lambda: 0.0))
-    lease = InstrumentedLease(FailingLease(error), metrics)
+    failed = AsyncMock(side_effect=error)
+    failing_lease: Any = SimpleNamespace(publish=failed, beat=failed)
+    lease = InstrumentedLease(failing_lease, metrics)
     for failing in (lease.publish(HASHES), lease.beat()):
         with pytest.raises(type(error)):
             await failing

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -100,16 +101,6 @@ class SlowCall:
         pass
 
 
-class SlowChannel:
-    """A channel of one slow call."""
-
-    def __init__(self, call: SlowCall) -> None:
-        self._call = call
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., SlowCall]:
-        return lambda timeout: self._call
-
-
 async def test_the_next_chunk_is_prepared_while_the_last_one_is_on_its_way() -> None:
     call = SlowCall()
     prepared = asyncio.Event()
@@ -119,7 +110,7 @@ async def test_the_next_chunk_is_prepared_while_the_last_one_is_on_its_way() -> 
         yield block(1)
         loop.call_soon_threadsafe(prepared.set)
 
-    channel: Any = SlowChannel(call)
+    channel: Any = SimpleNamespace(stream_stream=lambda *_, **__: lambda timeout: call)
     push = BlockPush(
         ChannelPool(lambda address, options: channel),
         pb.Ticket(),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -119,16 +120,6 @@ async def test_a_push_for_a_call_without_a_deadline_has_none(make_parts: Callabl
     assert receiver.seconds is None
 
 
-class RefusedPush:
-    """A push that the receiver refuses."""
-
-    def __init__(self, status: grpc.StatusCode) -> None:
-        self._status = status
-
-    async def run(self) -> None:
-        raise PushFailedError(self._status, "scripted")
-
-
 class PoolEngine:
     """An engine of which only the pool is used."""
 
@@ -159,7 +150,7 @@ async def test_blocks_that_are_damaged_in_memory_are_forgotten_with_those_after_
     parts = make_parts(
         identity=Mock(vocab_size=100), engine=PoolEngine(pool), blocks=reader, state=WorkerState("prefill")
     )
-    push: Any = RefusedPush(status)
+    push: Any = SimpleNamespace(run=AsyncMock(side_effect=PushFailedError(status, "scripted")))
     with pytest.raises(PushFailedError):
         await PrefillCalls(parts)._pushed(push, sequence)
     assert len(pool.look_up(sequence.block_hashes)) == num_left

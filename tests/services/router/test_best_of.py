@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,16 +15,9 @@ from quire.services.router.outputs.best_of import best_of
 from quire.services.router.outputs.output import OutputAssembler
 
 
-class Answer:
-    """An answer's index and its score."""
-
-    def __init__(self, index: int, score: float) -> None:
-        self.index = index
-        self.cumulative_logprob = score
-
-
 def answers(scores: list[float]) -> list[OutputAssembler]:
-    return cast("list[OutputAssembler]", [Answer(index, score) for index, score in enumerate(scores)])
+    made: list[Any] = [SimpleNamespace(index=at, cumulative_logprob=score) for at, score in enumerate(scores)]
+    return made
 
 
 def piece(index: int, text: str) -> pb.GenerateStreamResponse:

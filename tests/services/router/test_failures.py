@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc.aio
@@ -28,7 +29,6 @@ from quire.services.router.execution.failures import (
 )
 from quire.services.router.workers.output_reader import ENDED_BY_WORKER
 from quire.services.router.workers.worker import Worker, WorkerConnection
-from quire.services.router.workers.worker_set import WorkerSet
 
 Code = grpc.StatusCode
 WORKER = Worker(
@@ -133,20 +133,6 @@ def test_the_last_errors_count_the_tokens_that_the_client_has() -> None:
     assert deadline_exceeded(4).metadata == {"tokens_emitted": "4"}
 
 
-class Draining:
-    """A set of workers, with a number of draining ones."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def serving(self, role: str) -> list[Worker]:
-        return []
-
-    def draining(self, role: str) -> list[Worker]:
-        assert role == "decode"
-        return [WORKER] * self._number
-
-
 @pytest.mark.parametrize(
     ("num_draining", "reason", "text"),
     [
@@ -156,7 +142,9 @@ class Draining:
     ],
 )
 def test_the_error_without_a_decode_worker_has_the_cause(num_draining: int, reason: str, text: str) -> None:
-    error = no_decode_worker(cast(WorkerSet, Draining(num_draining)), {"tokens_emitted": "2"})
+    draining = {"decode": [WORKER] * num_draining}
+    workers: Any = SimpleNamespace(serving=lambda role: [], draining=lambda role: draining[role])
+    error = no_decode_worker(workers, {"tokens_emitted": "2"})
     assert isinstance(error, Unavailable)
     assert error.reason == reason
     assert text in error.message

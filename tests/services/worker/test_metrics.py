@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -48,22 +50,12 @@ def test_the_scrape_of_an_unresponsive_engine_has_no_other_value() -> None:
     assert [(sample.name, sample.value) for sample in samples] == [("quire_engine_up", 0)]
 
 
-class SilentThread:
-    """An engine's thread that is stuck in a step."""
-
-    def post(self, command: Any) -> Future[Any]:
-        return Future()
-
-
-class StoppedThread:
-    """An engine's thread that has ended."""
-
-    def post(self, command: Any) -> Future[Any]:
-        raise EngineStoppedError("the engine has stopped")
-
-
-@pytest.mark.parametrize("thread", [SilentThread(), StoppedThread()])
-def test_a_scrape_has_a_time_limit(thread: Any) -> None:
+@pytest.mark.parametrize(
+    "post", [Mock(return_value=Future()), Mock(side_effect=EngineStoppedError("the engine has stopped"))]
+)
+def test_a_scrape_has_a_time_limit(post: Mock) -> None:
+    """The engine is stuck in a step, or has stopped."""
+    thread: Any = SimpleNamespace(post=post)
     assert ask_for_snapshot(thread, timeout_seconds=0.01) is None
 
 

@@ -13,7 +13,6 @@ from quire.engine.engine_thread import EngineStoppedError, EngineThread
 from quire.kvindex.kv_layout import KvLayout
 from quire.kvtransfer.errors import TransferError
 from quire.kvtransfer.frame import Frame
-from quire.services.worker.blocks.block_reader import BlockReader
 from quire.services.worker.blocks.pool_source import PoolSource
 
 LAYOUT = KvLayout(1, 1, 4, 8, "float16", "digest", "float16", "float32-1")
@@ -58,17 +57,12 @@ class Thread:
         return future
 
 
-class Reader:
-    """Blocks of their own number."""
-
-    def frame(self, index: int, block_hash: bytes, block_id: int, *, is_bare: bool = False) -> Frame:
-        return Frame(index, block_hash, bytes([block_id]) * LAYOUT.block_bytes)
-
-
 def source() -> tuple[PoolSource, Thread, Engine]:
     engine = Engine()
     thread = Thread(engine)
-    made = PoolSource(cast(EngineThread, thread), cast(BlockReader, Reader()), LAYOUT, "epoch")
+    size = LAYOUT.block_bytes
+    reader: Any = SimpleNamespace(frame=lambda at, name, block, **_: Frame(at, name, bytes([block]) * size))
+    made = PoolSource(cast(EngineThread, thread), reader, LAYOUT, "epoch")
     return made, thread, engine
 
 

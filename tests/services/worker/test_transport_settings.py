@@ -6,7 +6,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.model.check import KvHeads
-from quire.engine.weights.loader import LoadedModel
 from quire.kvindex.kv_layout import KvShape
 from quire.services.worker.blocks import transports
 from quire.services.worker.blocks.transports import open_transports
@@ -24,17 +24,6 @@ from quire.settings.setting import SettingError
 
 SHAPE = KvShape(1, 1, 4, 8, "float16")
 CPU = torch.device("cpu")
-
-
-class Model:
-    """A model of which only the shape of its blocks is asked for."""
-
-    own_kv_heads = None
-    shared_bytes = 0
-    heads = KvHeads(1, 1, 8, ())
-
-    def kv_shape(self, block_size: int, dtype: str) -> KvShape:
-        return SHAPE
 
 
 @pytest.fixture
@@ -48,11 +37,9 @@ def config(transport: Any, directory: str | None = None) -> WorkerConfig:
 
 
 def pool(transport: Any) -> KvMemory:
-    return models._allocate_pool(config(transport), cast("LoadedModel", Model()), None, CPU, None)
-
-
-def no_shared_memory(num_bytes: int) -> None:
-    raise OSError("no memfd_create")
+    heads = KvHeads(1, 1, 8, ())
+    model: Any = SimpleNamespace(own_kv_heads=None, shared_bytes=0, heads=heads, kv_shape=lambda *_: SHAPE)
+    return models._allocate_pool(config(transport), model, None, CPU, None)
 
 
 def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
@@ -63,7 +50,7 @@ def test_a_pool_is_shared_unless_messages_are_chosen() -> None:
 def test_without_shared_memory_the_pool_is_private_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(models, "allocate_shared", no_shared_memory)
+    monkeypatch.setattr(models, "allocate_shared", Mock(side_effect=OSError("no memfd_create")))
     log = Mock()
     monkeypatch.setattr(models, "_log", log)
     assert pool("auto").descriptor is None
