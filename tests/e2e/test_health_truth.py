@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.client import AsyncClient
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.forked import Forked
-from tests.testing.processes import SLOW_STEPS, ScriptedWorker, scripted_workers
+from tests.testing.processes import SLOW_STEPS, scripted_workers
 from tests.testing.stacks import begin, make_prompt
 
 SECONDS = 120.0
@@ -118,11 +118,7 @@ def worker_process(model: Path, redis: RedisProcess) -> Iterator[Probed]:
     arguments = (redis.url, LONG_PROMPT, PROMPT_SECONDS)
     with scripted_workers(WORKER, model, *arguments) as workers:
         (worker,) = workers
-        yield probed(worker)
-
-
-def probed(worker: ScriptedWorker) -> Probed:
-    return Probed(worker.process, worker.address, worker.metrics_port)
+        yield Probed(worker.process, worker.address, worker.metrics_port)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import grpc.aio
 from quire.protos import inference_pb2 as pb
 from tests.soak.chaos.answers import add_message, difference
 from tests.soak.chaos.load import DEADLINE, LATE, LOST, ROUTER_GONE, Sent, draw_request, outcome_of_error
+from tests.testing.rpc_errors import rpc_error
 
 
 def answer(*token_ids: int, text: str = "ab", logprob: float = -0.5) -> pb.GenerateResponse:
@@ -43,18 +44,13 @@ def test_a_stream_adds_up_to_the_answer() -> None:
     assert difference(whole, answer(1, 2)) is None
 
 
-def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
-    nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(code, nothing, nothing, "Socket closed", "")
-
-
 def test_errors_count_apart_only_where_a_fault_explains_them() -> None:
     patient = draw_request(1, 0, 9)._replace(manner="whole")
     hasty = patient._replace(manner="hasty")
     late, gone = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE
 
     def outcome(code: grpc.StatusCode, sent: Sent, *, router_has_gone: bool = False) -> str:
-        return outcome_of_error(failed(code), sent, router_has_gone=router_has_gone)[0]
+        return outcome_of_error(rpc_error(code, "Socket closed"), sent, router_has_gone=router_has_gone)[0]
 
     assert (outcome(late, hasty), outcome(late, patient)) == (DEADLINE, LATE)
     assert (outcome(gone, patient), outcome(gone, patient, router_has_gone=True)) == (LOST, ROUTER_GONE)

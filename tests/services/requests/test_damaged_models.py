@@ -25,32 +25,20 @@ def replaced(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 def make_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def extend(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 DAMAGES: Mapping[str, Callable[[Path], object]] = {
-    "missing": remove,
+    "missing": Path.unlink,
     "empty": replaced(b""),
-    "truncated": truncate,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "binary": replaced(bytes(range(128, 256)) * 8),
     "a list": replaced(b"[1, 2]"),
     "numbers": replaced(b'{"model_type": 7, "weight_map": 7, "bos_token": 7}'),
     "a folder": make_a_folder,
-    "too long": extend,
+    "too long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
 }
 MAY_BE_MISSING = ("generation_config.json", "tokenizer_config.json", TEMPLATE)
 FINE = {

@@ -99,17 +99,14 @@ async def test_a_model_without_a_format_of_its_own_calls_with_an_object(model: S
 
 
 async def test_the_end_of_any_prompt_says_whether_the_answer_begins_in_reasoning(model: ServedModel) -> None:
-    for fields in ({"text": "x <think>\n"}, {"token_ids": pb.TokenIds(ids=await ids(model, "<think>"))}):
+    token_ids = await model.tokenizer.encode("<think>")
+    for fields in ({"text": "x <think>\n"}, {"token_ids": pb.TokenIds(ids=token_ids)}):
         generation = pb.Generation(response=pb.ResponseOptions(parse=True), **fields)
         request = await validate(generation, model)
         assert request.division is not None
         parser = request.division.new_parser()
         [piece] = [each for each in (*parser.feed("so"), *parser.finish()) if each.text]
         assert piece.kind is Kind.REASONING
-
-
-async def ids(model: ServedModel, text: str) -> list[int]:
-    return await model.tokenizer.encode(text)
 
 
 async def test_a_conversation_that_was_rendered_before_is_not_rendered_again(model: ServedModel) -> None:
