@@ -18,6 +18,7 @@ from typer.testing import Result
 from quire.cli.example import ask_example
 from quire.protos.inference_pb2_grpc import add_GenerationServiceServicer_to_server
 from quire.rpc.tls import TlsFiles, server_credentials
+from tests.testing.certificates import write_certificate
 from tests.testing.commands import run_command
 from tests.testing.grpc_servers import threaded_server
 
@@ -40,14 +41,8 @@ class Secured(NamedTuple):
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TlsFiles]:
     """Return the files of a server and of its client; one authority has signed both."""
     folder, ca = tmp_path_factory.mktemp("tls"), trustme.CA()
-    ca.cert_pem.write_to_path(str(folder / "ca.pem"))
-    ends = {}
-    for end, name in (("server", NAME), ("client", "client.example")):
-        issued = ca.issue_cert(name)
-        ends[end] = TlsFiles(folder / f"{end}.pem", folder / f"{end}.key", folder / "ca.pem")
-        issued.cert_chain_pems[0].write_to_path(str(ends[end].certificate))
-        issued.private_key_pem.write_to_path(str(ends[end].key))
-    return ends
+    names = {"server": NAME, "client": "client.example"}
+    return {end: write_certificate(ca, folder, name) for end, name in names.items()}
 
 
 @pytest.fixture

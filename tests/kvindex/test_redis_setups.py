@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import trustme
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client, redis_version
+from quire.rpc.tls import TlsFiles
 from quire.services.local.redis_process import RedisProcess
+from tests.testing.certificates import write_certificate
 from tests.testing.until import until
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 10)]
@@ -101,48 +101,27 @@ async def test_the_default_user_is_off(redis_process: RedisProcess, connect: Con
 # --- TLS ----------------------------------------------------------------------------------------------------
 
 
-class Certificate(NamedTuple):
-    """A certificate that signs itself."""
-
-    path: Path
-    key: Path
-
-
-@pytest.fixture(scope="module")
-def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Certificate]:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("no openssl to make certificates with")
-
-    def make(name: str) -> Certificate:
-        folder = tmp_path_factory.mktemp("tls")
-        made = Certificate(folder / "certificate.pem", folder / "key.pem")
-        arguments: list[str | Path] = [
-            openssl,
-            *["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=test"],
-        ]
-        arguments += ["-addext", f"subjectAltName={name}", "-out", made.path, "-keyout", made.key]
-        subprocess.run(arguments, check=True, capture_output=True)
-        return made
-
-    return make
+@pytest.fixture
+def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TlsFiles]:
+    """Return a function that makes a certificate for a name, each by an authority of its own."""
+    return lambda name: write_certificate(trustme.CA(), tmp_path_factory.mktemp("tls"), name)
 
 
-def tls(certificate: Certificate) -> ssl.SSLContext:
+def tls(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate.path, certificate.key)
+    context.load_cert_chain(files.certificate, files.key)
     return context
 
 
 async def test_tls_and_whom_it_trusts(
-    redis_process: RedisProcess, certify: Callable[[str], Certificate], record: Any, forwarding: Any
+    redis_process: RedisProcess, certify: Callable[[str], TlsFiles], record: Any, forwarding: Any
 ) -> None:
     """The bundled Redis has no TLS: a server in front of it has. Publishers' clients wait long enough."""
-    ours, other, misnamed = certify("IP:127.0.0.1"), certify("IP:127.0.0.1"), certify("IP:127.0.0.2")
+    ours, other, misnamed = certify("127.0.0.1"), certify("127.0.0.1"), certify("127.0.0.2")
 
-    def url(plain: str, port: int, authority: Certificate) -> str:
+    def url(plain: str, port: int, files: TlsFiles) -> str:
         secure = plain.replace("redis://", "rediss://").replace(f":{redis_process.port}/", f":{port}/")
-        return f"{secure}?ssl_ca_certs={authority.path}"
+        return f"{secure}?ssl_ca_certs={files.authority}"
 
     async with forwarding(redis_process.port, tls=tls(ours)) as port:
         worker = publisher_client(url(redis_process.worker_url, port, ours))
