@@ -60,7 +60,7 @@ class SamplingParams(engine.CommonParams):
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        for name, kinds in _kinds(type(self)).items():
+        for name, kinds in _kinds(SamplingParams).items():
             _check_kind(name, getattr(self, name), kinds)
         _ENGINE["n"].parameter.check(self.n)
         if self.best_of is not None:
