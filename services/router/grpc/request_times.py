@@ -14,6 +14,7 @@ from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_of
 from quire.rpc.errors import ServiceError
 from quire.services.router.metrics.metrics import RouterMetrics
+from quire.services.router.tenants.limits import OWN_LIMITS
 from quire.services.server.log import EventLogger
 from quire.services.server.tracing import Span
 
@@ -60,14 +61,16 @@ class RequestTimes:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe the outcome and the times of the request when the context ends."""
-        outcome = OK
+        outcome, is_judged = OK, True
         try:
             yield
         except BaseException as error:
             outcome = outcome_of(error)
+            # A tenant could otherwise make the service look bad by exceeding its own limits.
+            is_judged = not (isinstance(error, ServiceError) and error.reason in OWN_LIMITS)
             raise
         finally:
-            self._ended(outcome)
+            self._ended(outcome, is_judged)
 
     def describe(self, request_id: str, tenant: str, usage: pb.Usage, span: Span) -> None:
         """Log and trace the request by these values when it ends, whether it succeeds or fails."""
@@ -103,13 +106,14 @@ class RequestTimes:
         answer.last = now
         answer.num_tokens += num_tokens
 
-    def _ended(self, outcome: str) -> None:
+    def _ended(self, outcome: str, is_judged: bool) -> None:
         times = [time for a in self._answers.values() if (time := a.time_per_output_token) is not None]
         for time in times:
             self._metrics.time_per_output_token.observe(time)
         if outcome != OK:
             self._metrics.failure.labels(outcome).inc()
-        self._metrics.slo.judge(outcome, self._ttft, max(times, default=None))
+        if is_judged:
+            self._metrics.slo.judge(outcome, self._ttft, max(times, default=None))
         if self._describe is not None:
             self._describe(outcome, self._clock() - self.arrival)
 

@@ -36,7 +36,8 @@ class SloMetrics:
         target.labels("tpot").set(targets.tpot_seconds)
         requests = Counter(
             "quire_slo_requests_total",
-            "Requests that ended, and were not the client's own failure, by whether they met the targets.",
+            "Requests that ended, by whether they met the targets, without those that failed because of the "
+            "client or that a limit of their tenant refused.",
             ["ttft", "tpot"],
             registry=registry,
         )

@@ -18,6 +18,11 @@ from quire.services.router.tenants.shared_places import PlacesRefusedError, Shar
 from quire.services.router.tenants.shared_usage import SharedUsage
 from quire.services.router.tenants.token_bucket import TokenBucket
 
+TENANT_REQUESTS = "TENANT_REQUESTS"
+TOKEN_RATE = "TOKEN_RATE"
+OWN_LIMITS = frozenset({TENANT_REQUESTS, TOKEN_RATE})
+"""Reasons of refusals by a limit of the request's own tenant."""
+
 
 def limit_reached(limit: int, what: str, reason: str) -> ResourceExhausted:
     """Return the error for a request that arrives while ``limit`` others run."""
@@ -68,7 +73,7 @@ class Allowance:
             limit = bucket.tokens_per_minute
             raise ResourceExhausted(
                 f"the limit of {limit} tokens a minute is reached; try again in {seconds:.1f} s",
-                reason="TOKEN_RATE",
+                reason=TOKEN_RATE,
                 metadata={"tenant": self._tenant.name, "limit": str(limit)},
                 retry_after_seconds=seconds,
             )
@@ -138,7 +143,7 @@ class TenantLimits:
             except PlacesRefusedError:
                 self._metrics.rejections.labels("tenant_requests").inc()
                 what = f"requests of tenant {tenant.name} are under way"
-                raise limit_reached(tenant.max_requests, what, "TENANT_REQUESTS") from None
+                raise limit_reached(tenant.max_requests, what, TENANT_REQUESTS) from None
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"the request's deadline passed while {tenant.max_requests} others of its tenant were "

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from quire.protos import inference_pb2 as pb
 from quire.rpc.ended_calls import end_calls
-from quire.rpc.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from quire.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from quire.services.router.config import SloTargets
 from quire.services.router.grpc.request_times import RequestTimes, outcome_of
 from quire.services.router.metrics.metrics import RouterMetrics
@@ -98,6 +98,9 @@ def test_a_request_is_a_success_once_its_usage_is_sent() -> None:
     [
         (DeadlineExceeded("late"), "DEADLINE_EXCEEDED", True),
         (InvalidArgument("n", "is wrong"), "INVALID_ARGUMENT", False),
+        (ResourceExhausted("the router is full"), "RESOURCE_EXHAUSTED", True),
+        (ResourceExhausted("too many", reason="TENANT_REQUESTS"), "RESOURCE_EXHAUSTED", False),
+        (ResourceExhausted("too many", reason="TOKEN_RATE"), "RESOURCE_EXHAUSTED", False),
         (asyncio.CancelledError(), "CANCELLED", False),
         (GeneratorExit(), "CANCELLED", False),
         (RuntimeError("a defect"), "INTERNAL", True),

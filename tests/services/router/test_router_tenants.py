@@ -99,6 +99,8 @@ async def test_more_requests_than_a_tenants_limit(pair: Any, stub: Any, keys: An
     error = from_rpc_error(caught)
     assert isinstance(error, Overloaded)
     assert (error.reason, error.metadata["limit"], error.retry_after) == ("TENANT_REQUESTS", "1", 1)
+    assert pair.metric("quire_admission_rejections_total", reason="tenant_requests") == 1
+    assert pair.metric("quire_slo_requests_total", ttft="missed", tpot="missed") == 0
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
@@ -116,6 +118,7 @@ async def test_more_tokens_than_a_tenants_limit(pair: Any, stub: Any, keys: Any)
         assert caught.value.reason == "TOKEN_RATE"
         assert caught.value.retry_after is not None
         assert 0 < caught.value.retry_after <= 60
+    assert pair.metric("quire_slo_requests_total", ttft="missed", tpot="missed") == 0
     async with client(pair, keys["acme"]) as other:
         assert (await other.generate("hello world")).text == first.text
 
