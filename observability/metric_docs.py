@@ -20,9 +20,10 @@ dashboards, alerts and traces.
 
 ## The phases of a request
 
-`quire_request_phase_seconds` observes each phase once for each attempt, in the process where it happens. The
-phases from `admit` to `prefill_compute` add up to the time to the first token, without the network, the event
-loops and a wait for a worker. The others lie between the first token and the second.
+`quire_request_phase_seconds` observes each phase in the process where it happens: `admit`, `tokenize` and
+`turn` once for each request, the others once for each attempt. The phases from `admit` to `prefill_compute`
+add up to the time to the first token, without the network, the event loops and a wait for a worker. The
+others lie between the first token and the second.
 
 """
 

@@ -1,8 +1,8 @@
 """Measures the phases of a request: each is observed in a histogram, and is a span if the request is traced.
 
-A phase is observed once per attempt of a request, by the process in which it takes place. The phases up to
-the first token add up to TTFT, except for the time in the network and the event loops. The phases in
-``HAND_OVER`` follow the first token.
+A phase is observed by the process in which it takes place: those up to ``TURN`` once per request, the
+others once per attempt. The phases up to the first token add up to TTFT, except for the time in the network
+and the event loops, and waits for a worker. The phases in ``HAND_OVER`` follow the first token.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Phase(StrEnum):
 
     ADMIT = "admit", "From arrival until the limits of the router and the tenant admit the request."
     TOKENIZE = "tokenize", "From there until the prompt is tokenized and every parameter is checked."
+    TURN = "turn", "The request waits for its turn among those of all tenants."
     LOOKUP = "lookup", "The index is asked which workers have the prompt's blocks."
     CHOOSE = "choose", "The policy chooses the workers."
     ACCEPT = "accept", "From the call to the decode worker until it has promised to take the blocks."
@@ -54,7 +55,7 @@ class Phase(StrEnum):
     FIRST_DECODE_STEP = "first_decode_step", "From there to the decode worker's first token."
 
 
-ROUTER_PHASES = (Phase.ADMIT, Phase.TOKENIZE, Phase.LOOKUP, Phase.CHOOSE, Phase.ACCEPT)
+ROUTER_PHASES = (Phase.ADMIT, Phase.TOKENIZE, Phase.TURN, Phase.LOOKUP, Phase.CHOOSE, Phase.ACCEPT)
 PROMPT_PHASES = (Phase.PULL, Phase.PREFILL_QUEUE, Phase.PREFILL_COMPUTE)
 HAND_OVER = (Phase.CREDIT_WAIT, Phase.TRANSFER, Phase.DECODE_QUEUE, Phase.FIRST_DECODE_STEP)
 
@@ -65,7 +66,7 @@ class PhaseMetrics:
     def __init__(self, registry: CollectorRegistry, phases: Iterable[Phase]) -> None:
         histogram = Histogram(
             "quire_request_phase_seconds",
-            "Time of a request by phase, once for each attempt.",
+            "Time of a request by phase.",
             ["phase"],
             buckets=PHASE_BUCKETS,
             registry=registry,

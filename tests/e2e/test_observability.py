@@ -89,7 +89,7 @@ def check_trace(found: dict[str, dict[str, Span]]) -> None:
     """Check the spans of one request: who has which, under which, and in which order."""
     spans = {service: found[service] for service in ("quire-router", "quire-prefill", "quire-decode")}
     assert {service: set(names) for service, names in found.items()} == {
-        "quire-router": {"request", "admit", "tokenize", "lookup", "choose", "accept"},
+        "quire-router": {"request", "admit", "tokenize", "turn", "lookup", "choose", "accept"},
         "quire-prefill": {
             *("prefill", "prefill_queue", "prefill_compute"),
             *("push", "credit_wait", "transfer"),

@@ -112,12 +112,16 @@ class WorkerChoice:
         """Wait for the request's turn, unless it had one."""
         turns, tenant = self.cluster.turns, self.scope.tenant
         async with self._beginning:
+            if self._has_had_turn:
+                return
+            start = self.cluster.clock()
             while not self._has_had_turn:
                 with suppress(TimeoutError):
                     self._turn = await turns.begin(
                         tenant, self.weight, num_tokens, self.arrival, self.remaining_seconds()
                     )
                     self._has_had_turn = True
+            self.account.phases.record(Phase.TURN, start, self.cluster.clock())
 
     async def _look_up(self, group: AnswerGroup) -> PlannedPrompt:
         workers = [worker for role in ROLES for worker in self._serving(role, group)]

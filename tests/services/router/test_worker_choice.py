@@ -19,6 +19,7 @@ from quire.services.router.execution.worker_choice import WorkerChoice
 from quire.services.router.metrics.metrics import RouterMetrics
 from quire.services.router.outputs.answer_group import AnswerGroup
 from quire.services.router.workers.tenant_turns import TenantTurns
+from quire.services.server.phases import Phase
 from tests.testing.until import until
 
 BLOCK_SIZE = 16
@@ -88,3 +89,22 @@ async def test_answers_that_continue_separately_share_the_turn_of_their_request(
     await choice.aclose()
     for _ in range(2):
         await turns.begin("large", 1, 160, 0.0, 0.0)
+
+
+async def test_the_wait_for_a_turn_is_a_phase_of_a_request_and_not_of_an_attempt() -> None:
+    turns = TenantTurns(lambda: 2, lambda: 0.0)
+    others = [await turns.begin(tenant, 1, 160, 0.0, 10.0) for tenant in ("small", "large", "large")]
+    cluster, scope = cluster_of(CollectorRegistry(), turns), CacheScope("large", "")
+    now, account = 5.0, Mock(usage=pb.Usage())
+    cluster.clock = lambda: now
+    choice = WorkerChoice(cluster, scope, account, 0.0, lambda: 10.0)
+    choosing = asyncio.ensure_future(choice.choose(group_of("r-0"), None))
+    await until(lambda: turns.num_waiting_tokens("large") > 0)
+    now = 8.0
+    for turn in others:
+        turn.end()
+    await choosing
+    await choice.choose(group_of("r-0", attempt=1), None)
+    phases = [call.args for call in account.phases.record.call_args_list]
+    assert [phase for phase, _, _ in phases] == [Phase.TURN, *(Phase.LOOKUP, Phase.CHOOSE) * 2]
+    assert phases[0] == (Phase.TURN, 5.0, 8.0)
