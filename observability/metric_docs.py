@@ -23,7 +23,7 @@ dashboards, alerts and traces.
 `quire_request_phase_seconds` observes each phase in the process where it happens: `admit`, `tokenize` and
 `turn` once for each request, the others once for each attempt. The phases from `admit` to `prefill_compute`
 add up to the time to the first token, without the network, the event loops and a wait for a worker. The
-others lie between the first token and the second.
+others lie between the first token and the second. Embeddings have no phases, except in traces.
 
 """
 

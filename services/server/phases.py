@@ -79,13 +79,19 @@ class PhaseMetrics:
 
 
 class RequestPhases:
-    """Records the phases of one request in this process, in the metrics and as children of its span."""
+    """Records the phases of one request in this process, in the metrics and as children of its span.
 
-    def __init__(self, metrics: PhaseMetrics, span: Span) -> None:
+    Args:
+        metrics: None for embeddings, whose texts are computed at the same time: the sum of their phases says
+            nothing about a time to a first token.
+    """
+
+    def __init__(self, metrics: PhaseMetrics | None, span: Span) -> None:
         self._metrics = metrics
         self.span = span
 
     def record(self, phase: Phase, start: float, end: float) -> None:
         """Record a phase that has ended; the times are readings of the tracer's clock."""
-        self._metrics.observe(phase, end - start)
+        if self._metrics is not None:
+            self._metrics.observe(phase, end - start)
         self.span.part(phase, start, end)

@@ -275,7 +275,7 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         admission = self._admission.admitted(tenant, deadline, Answers(num_at_once, "inputs"))
         with self._tracer.span("request", headers) as span, timer.watching():
             async with admission as allowance:
-                phases = RequestPhases(metrics.phases, span)
+                phases = RequestPhases(None, span)
                 admitted = self._clock()
                 phases.record(Phase.ADMIT, timer.arrival, admitted)
                 cluster = await self.joined_cluster(deadline)

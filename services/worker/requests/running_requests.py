@@ -92,7 +92,8 @@ class RunningRequests:
                 span.set(quire__sequence_id=sequence_id, quire__attempt=message.attempt)
                 updates = Updates()
                 self.engine.subscribe(attempt_id, updates.put)
-                yield Running(updates, RequestPhases(self.phases, span))
+                phases = RequestPhases(self.phases if sequence.pooled is None else None, span)
+                yield Running(updates, phases)
         finally:
             self._tallies[attempt_id] = sequence.tally
             task.get_loop().call_later(TALLY_SECONDS, self._tallies.pop, attempt_id, None)

@@ -15,6 +15,7 @@ from quire.protos import inference_pb2 as pb
 from quire.protos import worker_pb2
 from quire.rpc.errors import Aborted, InvalidArgument
 from quire.services.router.tenants.api_keys import Tenant
+from quire.services.server.phases import ROUTER_PHASES
 from tests.testing.api_keys import write_keys
 from tests.testing.fake_worker import embedding_of
 from tests.testing.rpc_errors import error_of
@@ -53,6 +54,8 @@ async def test_prefill_workers_alone_answer_in_the_order_of_the_inputs(pair: Any
     assert pair.metric("quire_request_success_total", finished_reason="stop") == 1
     assert pair.metric("quire_e2e_request_latency_seconds_count") == 1
     assert pair.metric("quire_requests_running") == 0
+    phases = {phase: pair.metric("quire_request_phase_seconds_count", phase=phase) for phase in ROUTER_PHASES}
+    assert phases == dict.fromkeys(ROUTER_PHASES, 0)
 
 
 async def test_without_prefill_workers_decode_workers_answer(cluster: Any) -> None:

@@ -50,6 +50,12 @@ def test_a_phase_is_measured_and_traced_with_the_same_times() -> None:
     assert value[Phase.PULL] == 2.5
 
 
+def test_without_metrics_a_phase_is_only_traced() -> None:
+    span = Span()
+    RequestPhases(None, span).record(Phase.PULL, 10.0, 12.5)
+    assert span.parts == [("pull", 10.0, 12.5)]
+
+
 def test_a_phase_of_another_process_is_a_defect() -> None:
     metrics = PhaseMetrics(CollectorRegistry(), ROUTER_PHASES)
     with pytest.raises(KeyError):

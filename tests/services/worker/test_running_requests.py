@@ -16,7 +16,7 @@ from quire.engine.sequences.sequence import Sequence
 from quire.protos import worker_pb2
 from quire.rpc.errors import AlreadyExists, InvalidArgument
 from quire.sampling.params import SamplingParams
-from quire.services.server.phases import PROMPT_PHASES, PhaseMetrics
+from quire.services.server.phases import PROMPT_PHASES, Phase, PhaseMetrics
 from quire.services.server.tracing import NoTracer
 from quire.services.worker.reports.request_loads import RequestLoads
 from quire.services.worker.requests.running_requests import RunningRequests
@@ -56,7 +56,8 @@ class Setup:
 
     def __init__(self) -> None:
         self.engine = Engine()
-        phases = PhaseMetrics(CollectorRegistry(), PROMPT_PHASES)
+        self.registry = CollectorRegistry()
+        phases = PhaseMetrics(self.registry, PROMPT_PHASES)
         engine: Any = self.engine
         self.requests = RunningRequests(
             engine, WorkerState("decode"), phases, NoTracer(), RequestLoads(Mock())
@@ -108,6 +109,18 @@ async def test_however_a_request_ends_the_engine_frees_all_of_it(setup: Setup) -
     await asyncio.wait([task])
     assert (len(setup.requests), setup.engine.subscribed) == (0, set())
     assert setup.engine.aborted == ["a#0", "b#0"]
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+async def test_phases_are_measured_except_those_of_embeddings(setup: Setup, is_embedding: bool) -> None:
+    sequence = Sequence("a#0", [5], 1, SamplingParams(), b"")
+    sequence.pooled = Mock() if is_embedding else None
+    context = Mock(invocation_metadata=lambda: (), time_remaining=lambda: None)
+    message = worker_pb2.Sequence(sequence_id="a")
+    with setup.requests.run("prefill", message, sequence, context) as (_, phases):
+        phases.record(Phase.PULL, 1.0, 2.0)
+    name, labels = "quire_request_phase_seconds_count", {"phase": Phase.PULL.value}
+    assert setup.registry.get_sample_value(name, labels) == (0 if is_embedding else 1)
 
 
 async def test_a_request_ends_even_if_the_engine_has_stopped(setup: Setup) -> None:
