@@ -26,6 +26,7 @@ from quire.services.worker.reports.metrics import (
     EngineSnapshot,
     PromptMetrics,
     StepMetrics,
+    TierSnapshot,
     describe_cache,
     describe_role,
 )
@@ -84,10 +85,11 @@ def router_registry() -> RecordingRegistry:
 
 
 def worker_registry() -> RecordingRegistry:
-    """Return the metrics of a worker that publishes to an index."""
+    """Return the metrics of a worker with all features switched on."""
     registry = RecordingRegistry()
     counts = (PreemptionCounts(0, 0), SpeculationCounts(0, 0))
-    idle = EngineSnapshot(0, 0, 0, 0, 0, BlockCounts(1, 0, 0), 0, 0.0, *counts)
+    tiers = TierSnapshot({}, {}, {}, {}, {})
+    idle = EngineSnapshot(0, 0, 0, 0, 0, BlockCounts(1, 0, 0), 0, 0.0, *counts, tiers)
     registry.register(EngineCollector(lambda: idle))
     StepMetrics(registry)
     PromptMetrics(registry)

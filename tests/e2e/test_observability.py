@@ -56,7 +56,12 @@ def test_one_request_is_one_trace_and_every_metric_is_documented(
     start_stack: StartStack, collector: Collector
 ) -> None:
     base = free_ports(3)
-    everything: dict[str, Any] = {"otlp_endpoint": collector.address, "http_port": 0, "copy_answers": True}
+    everything: dict[str, Any] = {
+        "otlp_endpoint": collector.address,
+        "http_port": 0,
+        "copy_answers": True,
+        "host_cache_bytes": 1 << 20,
+    }
     with start_stack("llama", metrics_port=base, **everything) as stack:
         with grpc.insecure_channel(stack.address) as channel:
             generation = pb.Generation(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter as PlainCounter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ _TIER_COUNTERS = {
     "disk_errors": ("Files that could not be used.", "reason", ("read", "write", "truncated", "corrupt")),
 }
 """Text, label and values of each count of ``CacheTiers``."""
+_TIER_BLOCKS = {"blocks": ("Cached blocks below the pool.", "tier", ("host", "disk"))}
 _GAUGES = {
     "quire_requests_running": ("num_running", "Sequences in the running batch."),
     "quire_requests_waiting": (
@@ -69,7 +69,6 @@ class StepMetrics:
     """Time and size of the engine's steps; updated in its thread after each one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._tiers = TierMetrics(registry)
         seconds = Histogram(
             "quire_step_phase_seconds",
             "Time of a step by phase.",
@@ -91,36 +90,6 @@ class StepMetrics:
         self._tokens.observe(engine.num_step_tokens)
         for phase, observe in self._observe:
             observe(engine.step_clock.seconds[phase])
-
-        if engine.tiers is not None:
-            self._tiers.refresh(engine.tiers)
-
-
-class TierMetrics:
-    """Metrics of the prefix cache in host memory and on disk."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._blocks = Gauge(
-            "quire_cache_tier_blocks", "Cached blocks below the pool.", ["tier"], registry=registry
-        )
-        for tier in ("host", "disk"):
-            self._blocks.labels(tier)
-        self._counters: dict[str, Counter] = {}
-        for name, (text, label, values) in _TIER_COUNTERS.items():
-            self._counters[name] = Counter(f"quire_cache_tier_{name}_total", text, [label], registry=registry)
-            for value in values:
-                self._counters[name].labels(value)
-        self._counted = {name: PlainCounter[str]() for name in self._counters}
-
-    def refresh(self, tiers: CacheTiers) -> None:
-        """Read the tiers' counts."""
-        self._blocks.labels("host").set(len(tiers.host))
-        self._blocks.labels("disk").set(len(tiers.disk) if tiers.disk is not None else 0)
-        for name, counter in self._counters.items():
-            now: PlainCounter[str] = getattr(tiers.counts, name)
-            for label, count in (now - self._counted[name]).items():
-                counter.labels(label).inc(count)
-            self._counted[name] = now.copy()
 
 
 def describe_cache(
@@ -171,6 +140,16 @@ class PromptMetrics:
         self._hits["peer"].inc(num_peer)
 
 
+class TierSnapshot(NamedTuple):
+    """The tiers of the prefix cache between two steps: blocks by tier, and each count by its label."""
+
+    blocks: Mapping[str, int]
+    hits: Mapping[str, int]
+    demotions: Mapping[str, int]
+    promotions: Mapping[str, int]
+    disk_errors: Mapping[str, int]
+
+
 class EngineSnapshot(NamedTuple):
     """An engine's queues and blocks between two steps."""
 
@@ -184,6 +163,8 @@ class EngineSnapshot(NamedTuple):
     oldest_pin_seconds: float
     preemptions: PreemptionCounts
     drafts: SpeculationCounts
+    tiers: TierSnapshot | None = None
+    """None: the cache has no tier below the pool."""
 
 
 def take_snapshot(engine: Engine) -> EngineSnapshot:
@@ -201,7 +182,13 @@ def take_snapshot(engine: Engine) -> EngineSnapshot:
         oldest_pin_seconds=engine.oldest_pin_seconds,
         preemptions=engine.preemption.counts,
         drafts=engine.speculator.counts if engine.speculator is not None else SpeculationCounts(0, 0),
+        tiers=_take_tier_snapshot(engine.tiers) if engine.tiers is not None else None,
     )
+
+
+def _take_tier_snapshot(tiers: CacheTiers) -> TierSnapshot:
+    blocks = {"host": len(tiers.host), "disk": len(tiers.disk) if tiers.disk is not None else 0}
+    return TierSnapshot(blocks, **{name: dict(getattr(tiers.counts, name)) for name in _TIER_COUNTERS})
 
 
 def ask_for_snapshot(
@@ -257,3 +244,14 @@ def _families(now: EngineSnapshot | None) -> Iterator[Metric]:
         for kind, count in getattr(now, field)._asdict().items() if now else ():
             family.add_metric([kind], count)
         yield family
+    if now is None or now.tiers is not None:
+        yield from _tier_families(now and now.tiers)
+
+
+def _tier_families(now: TierSnapshot | None) -> Iterator[Metric]:
+    for kind, texts in ((GaugeMetricFamily, _TIER_BLOCKS), (CounterMetricFamily, _TIER_COUNTERS)):
+        for name, (text, label, values) in texts.items():
+            family = kind(f"quire_cache_tier_{name}", text, labels=[label])
+            for value in values if now else ():
+                family.add_metric([value], getattr(now, name).get(value, 0))
+            yield family

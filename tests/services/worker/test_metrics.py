@@ -8,20 +8,26 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from quire.engine.engine_thread import EngineStoppedError
 from quire.engine.kv_cache.block_pool import BlockCounts
+from quire.engine.kv_cache.host_cache import HostCache
+from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.scheduling.preemption import PreemptionCounts
 from quire.engine.sequences.sequence import Sequence
 from quire.engine.speculation.speculator import SpeculationCounts
+from quire.kvindex.kv_layout import KvShape
 from quire.sampling.params import SamplingParams
 from quire.services.worker.reports.metrics import (
     EngineCollector,
     EngineSnapshot,
     PromptMetrics,
     ask_for_snapshot,
+    take_snapshot,
 )
+from tests.testing.constant_engine import make_constant_engine
 
 SNAPSHOT = EngineSnapshot(
     3, 2, 1, 1, 40, BlockCounts(10, 20, 30), 7, 1.5, PreemptionCounts(4, 5), SpeculationCounts(9, 6)
@@ -41,6 +47,26 @@ def test_an_engine_is_reported_as_it_is() -> None:
     assert read("quire_preemptions_total", {"kind": "swapped"}) == 4
     assert read("quire_preemptions_total", {"kind": "recomputed"}) == 5
     assert read("quire_speculation_tokens_total", {"kind": "accepted"}) == 6
+    # Zero would say that there are tiers in which nothing is found.
+    assert not [metric.name for metric in registry.collect() if "tier" in metric.name]
+
+
+def test_tiers_are_reported_as_they_are_without_another_step() -> None:
+    host = HostCache(KvMemory(KvShape(1, 1, 4, 1, "float32"), 4, torch.device("cpu")))
+    engine = make_constant_engine(4, 64, num_blocks=8, host_cache=host)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: take_snapshot(engine)))
+    read = registry.get_sample_value
+    for first_token in (1, 2):
+        prompt = [first_token] * 24
+        engine.add_request(Sequence(f"r-{first_token}", prompt, 24, SamplingParams(max_tokens=1), b""))
+        while not engine.is_idle:
+            engine.step()
+    assert read("quire_cache_tier_blocks", {"tier": "host"}) == 4
+    assert read("quire_cache_tier_demotions_total", {"tier": "host"}) == 4
+    assert read("quire_cache_tier_hits_total", {"tier": "disk"}) == 0
+    engine.clear_cache()
+    assert read("quire_cache_tier_blocks", {"tier": "host"}) == 0
 
 
 def test_the_scrape_of_an_unresponsive_engine_has_no_other_value() -> None:
