@@ -106,7 +106,7 @@ class RouterMetrics:
         self.pulls = counter("kv_pull_requests", "Requested pulls, by how they ended.", "result")
         self.retries = counter(
             "retries",
-            "Failed attempts, by the role of the worker and its gRPC status.",
+            "Failed attempts that were repeated, by the role of the worker and its gRPC status.",
             "role",
             "cause",
         )
