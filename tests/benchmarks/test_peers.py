@@ -22,6 +22,7 @@ from quire.benchmarks.peers.sides.protocol import Dtype
 from quire.benchmarks.peers.sides.quire import arithmetic
 from quire.benchmarks.peers.workloads import WORKLOADS, Requests, Workload
 from quire.engine.model.layers.packed_linear import PackedLinear
+from quire.kernels.cpu.products import integer_weight, packed_weight
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16
 from quire.kernels.cpu.products.integer_weight import quantize_to_integers
 from quire.kernels.cpu.products.packed_weight import PackedWeight
@@ -200,7 +201,9 @@ def test_a_gguf_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureF
     assert "a.gguf" in refusal(capsys, "--sides", "quire", "--gguf", str(path), "--folder", str(tmp_path))
 
 
-def test_the_instructions_of_products() -> None:
+def test_the_instructions_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (packed_weight, integer_weight):
+        monkeypatch.setattr(module, "may_use_tiles", lambda *_: True)
     weight = torch.zeros(64, 64)
     tiles: Any = pack(weight.bfloat16(), AMX_BFLOAT16)
     integers = quantize_to_integers(weight)

@@ -25,7 +25,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import attention, attention_amx
 from quire.kernels.cpu.attention_program import ARGUMENTS
 from quire.kernels.cpu.intrinsics import exact, float_from_bits, multiply_add, pointer
-from quire.kernels.cpu.products import integer_weight, linear, packing, unit_product
+from quire.kernels.cpu.products import integer_weight, linear, packed_weight, packing, unit_product
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, INTEGER_TILES, TILES
 from quire.kernels.cpu.products.bfloat16_product import flush_denormals, restore_denormals
 from tests.testing.attention_cases import make_case
@@ -201,7 +201,8 @@ def compare(num_rows: int, in_features: int, out_features: int, num_segments: in
     weight = torch.randn((out_features, in_features), generator=generator).bfloat16()
     results = []
     for by_tiles in (True, False):
-        setattr(packing, "may_use_tiles", partial(bool, by_tiles))  # noqa: B010
+        for module in (packing, packed_weight):
+            setattr(module, "may_use_tiles", partial(bool, by_tiles))  # noqa: B010
         packing.tiles_are_exact.cache_clear()
         packed = packing.pack(weight, AMX_BFLOAT16)
         assert packed.stored is (TILES if by_tiles else CHAINS)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from quire.kernels import ops
 from quire.kernels.cpu.attention import paged_attention
 from quire.kernels.cpu.intrinsics import processor_features
-from quire.kernels.cpu.products import amx_product, packing
-from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, may_use_tiles
+from quire.kernels.cpu.products import amx_product, packed_weight, packing
+from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, CHAINS, TILES, may_use_tiles
 from quire.kernels.cpu.products.linear import linear, sums
 from quire.kernels.cpu.products.packed_weight import TiledWeight
 from quire.kernels.cpu.products.packing import pack, tiles_are_exact
@@ -267,6 +267,20 @@ def test_vectors_replace_tiles_that_linux_refuses(
     assert isinstance(packed, TiledWeight)
     assert not packed.by_tiles
     assert "permits no AMX tiles" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("may_use", "stored", "dtype"), [(True, TILES, "bfloat16"), (False, CHAINS, "float32")]
+)
+def test_each_process_asks_for_tiles_before_it_multiplies_a_weight_that_another_one_packed(
+    monkeypatch: pytest.MonkeyPatch, may_use: bool, stored: object, dtype: str
+) -> None:
+    packed = pack(random_bfloat16(64, 64, seed=7), AMX_BFLOAT16)
+    assert isinstance(packed, TiledWeight)
+    mapped = replace(packed, by_tiles=True)
+    monkeypatch.setattr(packed_weight, "may_use_tiles", lambda: may_use)
+    assert mapped.stored is stored
+    assert mapped.operands(random_bfloat16(2, 64, seed=8)).dtype is getattr(torch, dtype)
 
 
 def test_vectors_replace_tiles_that_round_otherwise(

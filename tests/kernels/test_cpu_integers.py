@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from llvmlite import binding, ir
 from numba import from_dtype, njit
 
 from quire.kernels.cpu.intrinsics import GROUP, TILE_COLUMNS
-from quire.kernels.cpu.products import amx_product
-from quire.kernels.cpu.products.amx_product import INTEGER_FEATURES, may_use_tiles
+from quire.kernels.cpu.products import amx_product, integer_weight
+from quire.kernels.cpu.products.amx_product import INTEGER_FEATURES, INTEGER_TILES, may_use_tiles
 from quire.kernels.cpu.products.group_product import (
     GROUP_CODINGS,
     NIBBLES,
@@ -43,6 +44,7 @@ from quire.kernels.cpu.products.group_product import (
 from quire.kernels.cpu.products.group_weight import GroupWeight, pack_groups
 from quire.kernels.cpu.products.integer_product import (
     INPUT_BYTES,
+    INTEGERS,
     MOST_INPUTS,
     ROW_HEADER,
     Instruction,
@@ -134,6 +136,15 @@ def test_which_processors_multiply_integers_by_tiles(name: str, monkeypatch: pyt
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Permitting())
     assert may_use_tiles.__wrapped__(INTEGER_FEATURES) == name.endswith("Rapids")
+
+
+@pytest.mark.parametrize(("permitted", "stored"), [({INTEGER_FEATURES}, INTEGER_TILES), (set(), INTEGERS)])
+def test_each_process_asks_for_tiles_before_it_multiplies_integers_that_another_one_packed(
+    monkeypatch: pytest.MonkeyPatch, permitted: set[frozenset[str]], stored: object
+) -> None:
+    mapped = replace(quantize_to_integers(torch.ones(64, 64)), by_tiles=True)
+    monkeypatch.setattr(integer_weight, "may_use_tiles", permitted.__contains__)
+    assert mapped.stored is stored
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")

@@ -68,7 +68,8 @@ class IntegerWeight(EncodedWeight):
 
     Attributes:
         panels: uint8 ``[out_features / TILE_COLUMNS, bytes of a panel]``.
-        by_tiles: whether tiles multiply it with more than a few rows, or only vectors.
+        by_tiles: whether tiles multiply it with more than a few rows, in processes that may use them. Only
+            vectors do so in all others.
     """
 
     by_tiles: bool
@@ -76,7 +77,8 @@ class IntegerWeight(EncodedWeight):
     @property
     def stored(self) -> Any:
         """The NumPy type that represents the weight in Numba."""
-        return INTEGER_TILES if self.by_tiles else INTEGERS
+        # Linux permits tiles to each process by itself, and another one may have packed the weight.
+        return INTEGER_TILES if self.by_tiles and may_use_tiles(INTEGER_FEATURES) else INTEGERS
 
     @property
     def rounds_inputs(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quire.kernels.cpu.intrinsics import STORAGE, TILE_COLUMNS
-from quire.kernels.cpu.products.amx_product import CHAINS, TILE_SIDE, TILES
+from quire.kernels.cpu.products.amx_product import CHAINS, TILE_SIDE, TILES, may_use_tiles
 from quire.kernels.cpu.products.bfloat16_product import PAIRS, swap_pairs
 
 UNIT = 64
@@ -115,7 +115,7 @@ class TiledWeight(PackedWeight):
 
     Attributes:
         panels: ``[out_features / TILE_COLUMNS, in_features / 32, TILE_COLUMNS / 16, 16, 16, 2]``.
-        by_tiles: whether tiles multiply it, or vectors.
+        by_tiles: whether tiles multiply it in processes that may use them. Vectors do so in all others.
     """
 
     by_tiles: bool
@@ -123,11 +123,12 @@ class TiledWeight(PackedWeight):
     @property
     def stored(self) -> Any:
         """The NumPy type that represents the weight in Numba."""
-        return TILES if self.by_tiles else CHAINS
+        # Linux permits tiles to each process by itself, and another one may have packed the weight.
+        return TILES if self.by_tiles and may_use_tiles() else CHAINS
 
     def operands(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows ``[num_rows, in_features]`` in the form that products read."""
-        return (swap_pairs(rows) if self.by_tiles else rows.float()).contiguous()
+        return (swap_pairs(rows) if self.stored is TILES else rows.float()).contiguous()
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return some rows of the weight, ``[*indices.shape, in_features]``."""
