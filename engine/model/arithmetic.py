@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import transformers
 
 from quire.kernels.cpu.intrinsics import processor_features
 from quire.kernels.cpu.products.amx_product import AMX_BFLOAT16, FEATURES, FLOAT32
@@ -58,17 +59,18 @@ def choose_sums(setting: str, dtype: torch.dtype, features: Mapping[str, bool] |
 def arithmetic_name(sums: Sums, device: torch.device, is_compiled: bool) -> str:
     """Return the name of a worker's arithmetic.
 
-    Where operators of torch compute too, the name has torch's version and for which processor they are: their
-    bits depend on both.
+    Where modules of transformers with operators of torch compute too, the name has the versions of both and
+    for which processor torch's operators are: the bits depend on all three.
 
     Args:
         sums: the sums of the kernels if the device is the CPU.
         device: where the model runs.
         is_compiled: whether a step runs as one program; torch then makes no sums and no approximations.
     """
+    versions = f"torch-{torch.__version__}/transformers-{transformers.__version__}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return f"{_TRITON}/torch-{torch.__version__}/sm_{major}{minor}"
+        return f"{_TRITON}/{versions}/sm_{major}{minor}"
     if is_compiled:
         return sums.name
-    return f"{sums.name}/torch-{torch.__version__}/{torch.backends.cpu.get_cpu_capability()}"
+    return f"{sums.name}/{versions}/{torch.backends.cpu.get_cpu_capability()}"

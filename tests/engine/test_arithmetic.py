@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.engine.model import arithmetic
@@ -133,21 +134,26 @@ def test_every_machine_can_make_the_portable_sums() -> None:
     assert choose_sums("portable", torch.float16, {}) == choose_sums("auto", torch.float16, {}) == SUMS[-1]
 
 
-def test_only_where_torch_computes_the_name_has_its_version_and_the_processor(
+def test_only_where_torch_computes_the_name_has_the_versions_of_libraries_and_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = set()
-    for version, capability, on_gpu in (
-        ("2.12.1+cpu", "AVX2", (8, 0)),
-        ("2.12.1+cpu", "AVX512", (9, 0)),
-        ("2.13.0+cpu", "AVX512", (8, 9)),
+    for version, of_modules, capability, on_gpu in (
+        ("2.12.1+cpu", "5.17.0", "AVX2", (8, 0)),
+        ("2.12.1+cpu", "5.17.0", "AVX512", (9, 0)),
+        ("2.13.0+cpu", "5.17.0", "AVX512", (8, 9)),
+        ("2.13.0+cpu", "5.23.0", "AVX512", (8, 9)),
     ):
         monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(transformers, "__version__", of_modules)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, it=on_gpu: it)
         assert arithmetic_name(PORTABLE, CPU, is_compiled=True) == "float32-2"
         names.add(arithmetic_name(PORTABLE, CPU, is_compiled=False))
         names.add(arithmetic_name(FAST, CPU, is_compiled=False))
         names.add(arithmetic_name(PORTABLE, torch.device("cuda"), is_compiled=False))
-    assert len(names) == 9
-    assert {"float32-2/torch-2.12.1+cpu/AVX2", "triton-1/torch-2.13.0+cpu/sm_89"} < names
+    assert len(names) == 12
+    assert {
+        "float32-2/torch-2.12.1+cpu/transformers-5.17.0/AVX2",
+        "triton-1/torch-2.13.0+cpu/transformers-5.23.0/sm_89",
+    } < names

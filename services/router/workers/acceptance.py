@@ -98,8 +98,12 @@ class Acceptance:
 
 def _other_arithmetic(its: str, ours: str) -> str:
     """Say that a worker's arithmetic is not that of the first worker, and what to do."""
-    have_equal_torch = its.partition("/")[2] == ours.partition("/")[2]
-    remedy = "--arithmetic portable" if have_equal_torch else "one version of torch on processors of one kind"
+    have_equal_libraries = its.partition("/")[2] == ours.partition("/")[2]
+    remedy = (
+        "--arithmetic portable"
+        if have_equal_libraries
+        else "one version of torch and transformers on processors of one kind"
+    )
     return (
         f"its arithmetic is {its}, the first worker's is {ours}, so they share no blocks: start all workers "
         f"with {remedy}, or make a cluster for each arithmetic; in an update, nothing needs to be done"

@@ -147,6 +147,11 @@ def give_arithmetic(worker: Any, name: str) -> None:
         ("float32-1", "amx-bf16-1", "--arithmetic portable"),
         ("float32-1/torch-2.13.0/AVX2", "amx-bf16-1/torch-2.13.0/AVX2", "--arithmetic portable"),
         ("float32-1/torch-2.13.0/AVX2", "float32-1/torch-2.13.0/AVX512", "processors of one kind"),
+        (
+            "float32-1/torch-2.13.0/transformers-5.17.0/AVX2",
+            "float32-1/torch-2.13.0/transformers-5.23.0/AVX2",
+            "one version of torch and transformers",
+        ),
         ("float32-1", "triton-1/torch-2.13.0/sm_90", "processors of one kind"),
     ],
 )
