@@ -48,12 +48,21 @@ class LentProcessors:
     """A worker's own processors, and those of idle workers.
 
     Only one thread may use it. Locks belong to the open file, so several objects in one process work, too.
+
+    Raises:
+        OSError: the file does not exist any more, or the system has no such locks.
     """
 
     def __init__(self, shared: SharedProcessors) -> None:
         self._file = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
         self._own = shared.index
         self._sizes = shared.sizes
+        try:
+            self.occupy()
+            self.vacate()
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Release all locks."""

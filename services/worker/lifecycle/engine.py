@@ -77,7 +77,12 @@ def _lent_processors(start: Start) -> LentProcessors | None:
     shared = start.config.shared_processors
     if shared is None:
         return None
-    processors = LentProcessors(shared)
+    try:
+        processors = LentProcessors(shared)
+    except OSError as error:
+        # Programs that clean up the folder for temporary files may remove the file while the stack runs.
+        _log.warning("processors_not_lent", reason=str(error))
+        return None
     start.stack.callback(processors.close)
     return processors
 
