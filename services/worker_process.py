@@ -76,7 +76,9 @@ def _limit_processors(config: WorkerConfig) -> None:
     If workers share processors, their spinning threads slow each other down: a step of 2 ms took 150 ms.
     """
     if config.cpus is not None:
-        os.sched_setaffinity(0, config.cpus)
+        # The stack has chosen them at its start, and the system may have taken some of them away since then.
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, allowed.intersection(config.cpus) or allowed)
     threads = config.threads or num_cores()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(threads)

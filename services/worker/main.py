@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from quire.engine.runner.processors import as_ranges
 from quire.kvindex.block_hash import revision
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvtransfer.leases import BlockLeases
@@ -68,6 +69,7 @@ async def serve(
     """
     worker_id = config.worker_id or f"{config.role}-{secrets.token_hex(4)}"
     configure_logging(config.log_level, process=worker_id)
+    _warn_of_lost_processors(config)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_freed_buffers()
     models = await asyncio.to_thread(load_models, config)
@@ -103,6 +105,12 @@ async def serve(
             drain_before_exit, start.state, parts.requests.tasks, start.publisher, config.notice_seconds
         )
         await serve_until_signal(server, Stop(drain, lambda: len(parts.requests), tell_log), start.failure)
+
+
+def _warn_of_lost_processors(config: WorkerConfig) -> None:
+    """Log which of its processors the worker may not use any more."""
+    if config.cpus is not None and (lost := set(config.cpus) - os.sched_getaffinity(0)):
+        _log.warning("processors_taken_away", processors=as_ranges(lost))
 
 
 async def _pull_service(parts: WorkerParts, stack: AsyncExitStack) -> Service:
