@@ -342,6 +342,8 @@ class ChildProcesses(Generic[T]):
         except (EOFError, OSError):
             report = RuntimeError(f"it {end_of(child.process)} without saying why; its log above may")
         if isinstance(report, Exception):
+            if child.name in self._has_served:  # otherwise the caller reports it
+                _log.error("process_not_started", name=child.name, error=str(report))
             return NotStarted(child.name, report)
         self._has_served.add(child.name)
         return Started(child.name, report)

@@ -17,7 +17,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire.services.launch.launcher import NotStarted, Started
+from quire.services.launch.launcher import Event, NotStarted, Started
+from quire.services.local import child_processes
 from quire.services.local.child_processes import (
     FROM_SCRATCH,
     ChildProcesses,
@@ -112,6 +113,42 @@ def test_no_process_outlives_the_fork_server_that_reports_its_end(
         assert children.seconds is not None  # it will be started again
         assert select.select([end], [], [], 60)[0]
         os.close(end)
+
+
+SERVE_IF_GIVEN = """
+import signal
+
+def serve(needed, report):
+    needed.read_text("utf-8")
+    report("ready")
+    signal.pause()
+"""
+
+
+def test_the_log_says_why_a_process_that_has_served_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "serving.py").write_text(SERVE_IF_GIVEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    serve = importlib.import_module("serving").serve
+    monkeypatch.setattr(child_processes, "RESTART_SECONDS", 0.0)
+    needed = tmp_path / "needed"
+    needed.touch()
+    with stopped_at_end(5.0, lambda waiting: None) as running:
+        children: ChildProcesses[Path] = ChildProcesses(running, serve)
+        children.start({"worker": needed})
+        wait(children.waitables(), 60)
+        assert children.events() == [Started("worker", "ready")]
+        needed.unlink()
+        running["worker"].process.kill()
+        happened: list[Event] = []
+        while not happened:
+            wait(children.waitables(), children.seconds)
+            happened = children.events()
+    assert [type(event) for event in happened] == [NotStarted]
+    (failed,) = (vars(each)["fields"] for each in caplog.records if each.message == "process_not_started")
+    assert failed["name"] == "worker"
+    assert "No such file" in failed["error"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
