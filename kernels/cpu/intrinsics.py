@@ -31,8 +31,18 @@ STORAGE: dict[torch.dtype, Any] = {
 _SCALED = (types.int8, types.uint8)
 """Stored types that have a scale."""
 
+
+def processor_features() -> Mapping[str, bool]:
+    """Return the features, by LLVM's names, for which Numba compiles: the host's, unless others are set."""
+    named = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if named is None:
+        features: Mapping[str, bool] = binding.get_host_cpu_features()
+        return features
+    return {name[1:]: name[0] == "+" for name in named.split(",") if name}
+
+
 TILE_ROWS = 4
-TILE_COLUMNS = 64 if binding.get_host_cpu_features().get("avx512f", False) else 16
+TILE_COLUMNS = 64 if processor_features().get("avx512f", False) else 16
 """Size of the tile of sums that ``add_product`` keeps in registers.
 
 4 x 64 sums take 16 registers of AVX-512, and 4 x 16 sums take 8 registers of AVX2.
@@ -42,15 +52,6 @@ GROUP = 32
 """Inputs that share a scale in each column of a quantized weight."""
 SQUARE = 16 if TILE_COLUMNS == 64 else 8
 """Largest side of the squares that ``transpose`` handles fast: the number of float32 in a register."""
-
-
-def processor_features() -> Mapping[str, bool]:
-    """Return the features, by LLVM's names, for which Numba compiles: the host's, unless others are set."""
-    named = config.CPU_FEATURES  # type: ignore[attr-defined]
-    if named is None:
-        features: Mapping[str, bool] = binding.get_host_cpu_features()
-        return features
-    return {name[1:]: name[0] == "+" for name in named.split(",") if name}
 
 
 def is_zen() -> bool:

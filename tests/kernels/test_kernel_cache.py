@@ -80,6 +80,23 @@ assert kept
 """
 
 
+TILES_OF = """
+import sys
+from llvmlite import binding
+binding.get_host_cpu_features = lambda: {"avx512f": sys.argv[1] == "avx512f"}
+from quire.kernels.cpu.intrinsics import SQUARE, TILE_COLUMNS
+print(TILE_COLUMNS, SQUARE)
+"""
+
+
+def test_machines_with_one_folder_and_one_set_of_features_have_the_same_tiles() -> None:
+    """The index of stored kernels has the features that are set, and not those of the machine."""
+    variables = {"NUMBA_CPU_NAME": "generic"}
+    for feature in ("avx2", "avx512f"):
+        done = run_command(sys.executable, "-c", TILES_OF, feature, variables=variables)
+        assert done.stdout == "16 8\n"
+
+
 def test_only_one_of_several_processes_compiles_a_kernel(tmp_path: Path) -> None:
     program = tmp_path / "kernel.py"
     program.write_text(KERNEL)
