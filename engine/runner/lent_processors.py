@@ -57,6 +57,7 @@ class LentProcessors:
         self._file = os.open(shared.path, os.O_RDWR | os.O_CLOEXEC)
         self._own = shared.index
         self._sizes = shared.sizes
+        self._has_own = False
         try:
             self.occupy()
             self.vacate()
@@ -70,15 +71,19 @@ class LentProcessors:
 
     def occupy(self) -> None:
         """Reserve the own processors; a worker that has borrowed them gives them back after its step."""
-        self._lock(2 * self._own)
+        self._has_own = self._lock(2 * self._own)
 
     def vacate(self) -> None:
         """Let other workers borrow the own processors."""
         self._unlock(2 * self._own)
+        self._has_own = False
 
     @contextmanager
     def borrowed(self) -> Iterator[int]:
         """Borrow the processors of idle workers; yield the number of all processors to use."""
+        # A worker that ends, and whose place this one has taken, may have held the lock until now.
+        if not self._has_own:
+            self.occupy()
         found = []
         try:
             for index in range(len(self._sizes)):

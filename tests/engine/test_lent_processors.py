@@ -80,6 +80,23 @@ def test_a_worker_uses_its_processors_while_they_are_borrowed(workers: list[Lent
     assert num_borrowed(first) == 5
 
 
+def test_a_worker_that_takes_the_place_of_an_ending_one_reserves_its_processors(
+    path: Path, workers: list[LentProcessors]
+) -> None:
+    new, other, _ = workers
+    ending = LentProcessors(SharedProcessors(path, 0, SIZES))
+    ending.occupy()
+    new.occupy()
+    with new.borrowed(), other.borrowed() as number:
+        assert number == 2
+    ending.close()
+    with new.borrowed(), other.borrowed() as number:
+        assert number == 2
+    new.vacate()
+    with other.borrowed() as number:
+        assert number == 7
+
+
 def test_a_step_that_fails_returns_what_it_borrowed(workers: list[LentProcessors]) -> None:
     first, second, _ = workers
     first.occupy()
