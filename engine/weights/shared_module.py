@@ -14,7 +14,8 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -78,7 +79,7 @@ def load_shared(
 
     If the file is not complete, ``load`` returns the model that is written to it. The weights are the
     worker's own, and the bytes 0, if the file has those of another source, if another process takes too long
-    to write it, or if the model cannot be pickled.
+    to write it, if the system gives it no room, or if the model cannot be pickled.
 
     Args:
         source: what ``load`` makes the weights of.
@@ -88,23 +89,49 @@ def load_shared(
     try:
         with file.locked():
             if not file.is_complete:
-                memory = _FileMemory(file.descriptor)
-                model = load(memory.allocate)
-                if not _write(file, source, model, module_of(model), memory):
-                    return load(in_own_memory), 0
-                del model
-    except TimeoutError as error:
-        _tell(str(error))
-        return load(in_own_memory), 0
-    written, model = _read(file)
-    if written.is_made_of(source):
-        return model, os.fstat(file.descriptor).st_size
-    _tell("its model or settings changed since they were written")
+                _complete(file, source, module_of, load)
+    except (TimeoutError, _NotWrittenError) as error:
+        reason = str(error)
+    else:
+        written, model = _read(file)
+        if written.is_made_of(source):
+            return model, os.fstat(file.descriptor).st_size
+        reason = "its model or settings changed since they were written"
+    logger.warning("this worker has weights of its own: %s", reason)
     return load(in_own_memory), 0
 
 
-def _tell(reason: str) -> None:
-    logger.warning("this worker has weights of its own: %s", reason)
+class _NotWrittenError(Exception):
+    """A model cannot be written to a file."""
+
+
+def _complete(
+    file: WeightsFile,
+    source: Source,
+    module_of: Callable[[Model], torch.nn.Module],
+    load: Callable[[Allocate], Model],
+) -> None:
+    """Load a model and write it to a file.
+
+    Raises:
+        _NotWrittenError: it cannot be written; the file is empty.
+    """
+    memory = _FileMemory(file.descriptor)
+    try:
+        model = load(memory.allocate)
+        _write(file, source, model, module_of(model), memory)
+    except _NotWrittenError:
+        os.ftruncate(file.descriptor, 0)
+        raise
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Tell what the system refuses apart from the errors of a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise _NotWrittenError(f"they cannot be shared: {error}") from error
 
 
 class _FileMemory:
@@ -132,8 +159,9 @@ class _FileMemory:
         if self.end + num_bytes > start + len(mapping):
             start = self.end = _aligned(self.end, mmap.ALLOCATIONGRANULARITY)
             size = max(_aligned(num_bytes, mmap.PAGESIZE), _CHUNK_BYTES)
-            os.ftruncate(self._descriptor, start + size)
-            mapping = mmap.mmap(self._descriptor, size, offset=start)
+            with _explained():
+                os.ftruncate(self._descriptor, start + size)
+                mapping = mmap.mmap(self._descriptor, size, offset=start)
             use_large_pages(mapping)
             self._mappings.append((start, mapping))
         tensor = torch.frombuffer(mapping, dtype=dtype, count=prod(shape), offset=self.end - start)
@@ -218,19 +246,29 @@ class _Unpickler(pickle.Unpickler):
 
 def _write(
     file: WeightsFile, source: Source, model: object, module: torch.nn.Module, memory: _FileMemory
-) -> bool:
-    """Complete the file of a model's weights, and return True; return False if it cannot be pickled.
+) -> None:
+    """Complete the file of a model's weights.
 
     Weights that are not in the file yet are written, and freed one after the other. The model cannot be used
     afterwards.
+
+    Raises:
+        _NotWrittenError: the model cannot be pickled, or the system refuses a step.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled, module, memory)
     try:
         pickler.dump((source, model))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        _tell(f"its model cannot be pickled: {error}")
-        return False
+        raise _NotWrittenError(f"its model cannot be pickled: {error}") from error
+    with _explained():
+        _write_rest(file, pickler, pickled)
+        memory.protect()
+        file.seal()
+
+
+def _write_rest(file: WeightsFile, pickler: _Pickler, pickled: io.BytesIO) -> None:
+    """Write the weights that are not in the file yet, the pickle and its place."""
     os.ftruncate(file.descriptor, pickler.end + len(pickled.getbuffer()) + _PLACE_BYTES)
     with mmap.mmap(file.descriptor, 0) as mapping:
         use_large_pages(mapping)
@@ -248,9 +286,6 @@ def _write(
         mapping[pickler.end : -_PLACE_BYTES] = pickled.getbuffer()
         mapping[-_PLACE_BYTES:] = pickler.end.to_bytes(_PLACE_BYTES)
     _trim()
-    memory.protect()
-    file.seal()
-    return True
 
 
 def _read(file: WeightsFile) -> tuple[Source, Any]:

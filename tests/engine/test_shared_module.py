@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +141,36 @@ def test_weights_of_a_worker_that_died_while_it_wrote_them_are_not_used(
     own = load_model(str(folder), "float32", CPU)
     for _ in range(2):
         assert torch.equal(logits(load_model(str(folder), "float32", CPU, weights_file=file)), logits(own))
+
+
+def test_a_worker_that_may_not_write_so_large_a_file_has_weights_of_its_own(
+    folder: Path, file: WeightsFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = load_model(str(folder), "float32", CPU)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        model = load_model(str(folder), "float32", CPU, weights_file=file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (model.shared_bytes, is_shared(model), file.num_bytes) == (0, False, 0)
+    assert "has weights of its own: they cannot be shared: [Errno 27] File too large" in caplog.text
+    assert torch.equal(logits(model), logits(own))
+    assert is_shared(load_model(str(folder), "float32", CPU, weights_file=file))
+
+
+def test_a_worker_whose_file_the_system_does_not_seal_has_weights_of_its_own(
+    folder: Path, file: WeightsFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: WeightsFile) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    own = load_model(str(folder), "float32", CPU)
+    monkeypatch.setattr(WeightsFile, "seal", refuse)
+    model = load_model(str(folder), "float32", CPU, weights_file=file)
+    assert (model.shared_bytes, is_shared(model), file.num_bytes) == (0, False, 0)
+    assert "they cannot be shared: [Errno 1] Operation not permitted" in caplog.text
+    assert torch.equal(logits(model), logits(own))
 
 
 def test_a_model_that_cannot_be_pickled_has_weights_of_its_own(
