@@ -44,14 +44,20 @@ class ProcessorTimes:
         return nanoseconds / 1e9
 
     def seconds_idle(self, processors: Set[int]) -> float:
-        """Return how long these processors had nothing to run, each by itself and added up."""
-        ticks = 0
+        """Return how long these processors had nothing to run, each by itself and added up.
+
+        In a container, lxcfs numbers the processors from 0, but affinities keep the numbers of the host. If
+        some processors are missing, all that the system shows count instead.
+        """
+        ticks: dict[str, int] = {}
         with suppress(OSError):
             for line in (self._proc / "stat").read_text().splitlines():
                 name, *values = line.split()
-                if name.startswith("cpu") and name != "cpu" and int(name[3:]) in processors:
-                    ticks += int(values[3])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                if name.startswith("cpu"):
+                    ticks[name] = int(values[3])
+        names = {f"cpu{each}" for each in processors}
+        idle = sum(map(ticks.__getitem__, names)) if names <= ticks.keys() else ticks.get("cpu", 0)
+        return idle / os.sysconf("SC_CLK_TCK")
 
 
 class ThreadCount:

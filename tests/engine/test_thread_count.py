@@ -111,6 +111,13 @@ def test_linux_counts(tmp_path: Path) -> None:
     assert times.seconds_idle({1}) == 20
 
 
+def test_all_processors_count_in_a_container_that_numbers_them_otherwise(tmp_path: Path) -> None:
+    tick = os.sysconf("SC_CLK_TCK")
+    (tmp_path / "stat").write_text(f"cpu 0 0 0 {30 * tick}\ncpu0 0 0 0 {10 * tick}\ncpu1 0 0 0 {20 * tick}\n")
+    assert ProcessorTimes(tmp_path).seconds_idle({8, 9}) == 30
+    assert ProcessorTimes(tmp_path).seconds_idle({1, 2}) == 30
+
+
 def test_a_system_that_does_not_count(tmp_path: Path) -> None:
     assert ProcessorTimes(tmp_path).seconds_waited() == 0
     assert ProcessorTimes(tmp_path).seconds_idle({0}) == 0
