@@ -212,6 +212,10 @@ def _check_answers(values: Mapping[str, Any], response: ResponseOptions, num_ans
         )
     if response.logprobs is not None:
         raise InvalidArgument("response.logprobs", "must be absent with sampling.beam, which returns scores")
+    if response.stop_strings:
+        raise InvalidArgument(
+            "stopping.stop_strings", "must be absent with sampling.beam, which ranks whole answers"
+        )
 
 
 class Answers(NamedTuple):

@@ -176,6 +176,14 @@ def chat_with(message: pb.ChatMessage | None = None, **fields: Any) -> pb.Genera
             "response.logprobs",
             "must be absent with sampling.beam",
         ),
+        (
+            request(
+                sampling=pb.SamplingParams(beam=pb.BeamParams(width=2)),
+                stopping=pb.StoppingParams(stop_strings=["."]),
+            ),
+            "stopping.stop_strings",
+            "must be absent with sampling.beam",
+        ),
     ],
 )
 async def test_the_invalid_field_is_named(
