@@ -49,8 +49,7 @@ class DividingDecoder:
         for num_taken, (text, is_special) in enumerate(tokens, start=1):
             self._pieces += parser.feed(text, is_special=is_special)
             if parser.stop is not None:
-                if self._request.response.keep_stop_string:
-                    self._pieces.append(Piece(Kind.CONTENT, parser.stop))
+                self._keep_stop(parser.stop)
                 return Fed("".join(texts[:num_taken]), parser.stop), num_taken
         return Fed("".join(texts)), len(token_ids)
 
@@ -61,11 +60,18 @@ class DividingDecoder:
         piece = self._parser.feed_text(shown, len(tokens), hidden)
         return self._parser.feed_all(tokens) if piece is None else [piece]
 
+    def _keep_stop(self, stop: str) -> None:
+        """Append the stop string that ended the content, if the client wants to have it."""
+        if self._request.response.keep_stop_string:
+            self._pieces.append(Piece(Kind.CONTENT, stop))
+
     def flush(self) -> Fed:
         """Return the text of an incomplete character, at the end of the tokens."""
         text = self._decoder.flush()
         self._pieces += self._parser.finish()
-        if self._pieces and self._pieces[-1].kind is not Kind.CALL:
+        if self._parser.stop is not None:
+            self._keep_stop(self._parser.stop)
+        elif self._pieces and self._pieces[-1].kind is not Kind.CALL:
             self._pieces.append(Piece(self._pieces[-1].kind, text))
         return Fed(text, self._parser.stop)
 

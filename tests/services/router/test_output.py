@@ -185,6 +185,14 @@ async def test_a_stop_string_ends_only_content_and_is_named(tokenizer: Tokenizer
     assert (undivided.text, undivided.stop_string) == ("say ", "stop")
 
 
+async def test_a_stop_string_that_could_begin_a_call_is_kept(tokenizer: Tokenizer) -> None:
+    token_ids = await tokenizer.encode("</think>\n\nhello <", add_special_tokens=False)
+    answer = assembler(tokenizer, division=division("<"), stop_strings=("<",), keep_stop_string=True)
+    response = answer.respond(part(token_ids, LENGTH))
+    assert (response.finish_reason, response.stop_string) == (STOP, "<")
+    assert "".join(piece.content for piece in response.pieces) == "hello <"
+
+
 async def test_a_cut_call_is_no_call_that_ended(tokenizer: Tokenizer) -> None:
     token_ids = await tokenizer.encode(f"</think>\n\n{CALL}", add_special_tokens=False)
     response = assembler(tokenizer, division=division()).respond(part(token_ids[:-20], LENGTH))
