@@ -68,6 +68,8 @@ class ValidRequest:
     """What the client has received of the answers in an earlier stream; each index at most once."""
     descriptor: bytes = b""
     """Cache descriptor of the workers that may continue what was received; empty without it."""
+    bad_words_field: str = "sampling.bad_words"
+    """Field in which the client sent the bad words."""
     division: Division | None = None
     """How to divide the answers; None: the client wants only their text."""
 
@@ -139,6 +141,7 @@ async def validate(generation: pb.Generation, model: ServedModel) -> ValidReques
         is_clamped=generation.stopping.max_tokens > num_left,
         received=generation.received,
         descriptor=descriptor,
+        bad_words_field=_bad_words_field(generation),
         division=division,
     )
 
@@ -243,9 +246,13 @@ def _check_contradictions(params: SamplingParams, generation: pb.Generation, mod
     """Refuse constraints that leave no first token; the workers check those of a format."""
     constraint = contradiction(params, model.eos_token_ids, model.vocab_size)
     if constraint is not None:
-        words = "sampling.bad_words" if generation.sampling.bad_words else "sampling.bad_word_token_ids"
-        field = words if constraint == "bad_words" else "stopping.min_tokens"
+        field = _bad_words_field(generation) if constraint == "bad_words" else "stopping.min_tokens"
         raise InvalidArgument(field, "leaves no token that the other constraints allow", reason=NO_TOKEN_LEFT)
+
+
+def _bad_words_field(generation: pb.Generation) -> str:
+    has_ids_only = generation.sampling.bad_word_token_ids and not generation.sampling.bad_words
+    return "sampling.bad_word_token_ids" if has_ids_only else "sampling.bad_words"
 
 
 def _check_stop_strings(stop_strings: Sequence[str]) -> None:

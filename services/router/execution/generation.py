@@ -272,8 +272,11 @@ class GenerationRun:
         if is_last:
             error = to_service_error(failure, request_id, num_emitted, group.num_failures)
             if isinstance(error, InvalidArgument):
-                # Workers always get token ids: name the field in which the client sent the prompt.
-                names = {"token_ids": self._request.prompt_field}
+                # Workers always get token ids: name the fields in which the client sent the prompt and words.
+                names = {
+                    "token_ids": self._request.prompt_field,
+                    "sampling.bad_words": self._request.bad_words_field,
+                }
                 if self._request.division is not None:
                     names["format.grammar"] = self._request.division.format_field
                 error = error.renamed(names)

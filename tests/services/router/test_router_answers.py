@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire.protos import inference_pb2 as pb
-from quire.rpc.errors import Unavailable
+from quire.rpc.errors import NO_TOKEN_LEFT, InvalidArgument, Unavailable
+from tests.testing.rpc_errors import error_of
 
 TEXT = "hello world, stop here"
 SEED = 2**64 - 2
@@ -153,6 +154,19 @@ async def test_a_lost_decode_worker_splits_the_samples(pair: Any, stub: Any, fau
     assert {s.sampling.n for s in apart} == {1}
     assert len({s.sequence_id for s in apart}) == 3
     assert all(call.remote_prefill for call in pair.calls("decode"))
+
+
+@pytest.mark.parametrize(
+    ("words", "field"), [([], "sampling.bad_word_token_ids"), (["x"], "sampling.bad_words")]
+)
+async def test_bad_words_that_leave_no_token_are_named_as_the_client_sent_them(
+    pair: Any, stub: Any, fault: Any, words: list[str], field: str
+) -> None:
+    stuck = InvalidArgument("sampling.bad_words", "leaves no token", reason=NO_TOKEN_LEFT)
+    pair.change("decode", fault=fault(2, stuck))
+    asked = stream(stub, bad_words=words, bad_word_token_ids=[pb.TokenIds(ids=[9])])
+    caught = await error_of(asked)
+    assert caught.details() == f"{field}: leaves no token"
 
 
 async def test_a_failed_prefill_starts_all_samples_again(pair: Any, stub: Any, fault: Any) -> None:
