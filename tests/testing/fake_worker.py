@@ -66,6 +66,8 @@ class Script:
     commits: dict[str, asyncio.Event] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
     """Of each token of an answer, for several answers; by default a token's position below zero."""
+    second: list[int] = field(default_factory=list)
+    """What the second of several answers is while they are computed together; by default ``answer``."""
 
     def finish_reason(self, sequence: worker_pb2.Sequence, position: int) -> pb.FinishReason:
         """Return the finish reason after the token at an output position."""
@@ -89,7 +91,8 @@ class Script:
     def token(self, position: int, index: int = 0) -> worker_pb2.SampledToken:
         logprob = self.logprobs[index] if self.logprobs else -float(position)
         return worker_pb2.SampledToken(
-            token_id=self.answer[position], logprobs=pb.TokenLogprobs(logprob=logprob)
+            token_id=(self.second if index == 1 and self.second else self.answer)[position],
+            logprobs=pb.TokenLogprobs(logprob=logprob),
         )
 
 

@@ -250,7 +250,8 @@ class GenerationRun:
     async def _give_up_attempt(self, group: AnswerGroup, failure: WorkerCallFailed) -> None:
         """Wait before the next attempt, or raise the error for the client if this attempt was the last.
 
-        A failure of the last worker does not count as a retry: the next attempt waits for a worker.
+        A failure of the last worker does not count as a retry: the next attempt waits for a worker. A failure
+        may be that of a finished answer, which D has continued: then the next attempt is without that answer.
         """
         workers = self._cluster.workers
         if failure.is_death:
@@ -262,7 +263,8 @@ class GenerationRun:
         if not failure.is_unreachable or workers.serving("decode"):
             group.num_retries += 1
         is_suspect = failure.is_death and len(group.deaths) >= MAX_DEATHS
-        is_last = is_suspect or not failure.is_retryable or group.num_retries > MAX_RETRIES
+        may_retry = failure.is_retryable or any(answer.finish_reason for answer in group.answers)
+        is_last = is_suspect or not may_retry or group.num_retries > MAX_RETRIES
         self._account.record_failure(group, failure, is_last=is_last)
         request_id, num_emitted = group.request_id, self.usage.completion_tokens
         if is_suspect:

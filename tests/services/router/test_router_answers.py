@@ -156,6 +156,21 @@ async def test_a_lost_decode_worker_splits_the_samples(pair: Any, stub: Any, fau
     assert all(call.remote_prefill for call in pair.calls("decode"))
 
 
+async def test_a_finished_answer_that_gets_stuck_does_not_end_the_others(
+    pair: Any, stub: Any, fault: Any
+) -> None:
+    answer = pair.script.answer
+    pair.script.second = answer[:1] * len(answer)
+    at = len(answer) - 1
+    stuck = InvalidArgument("sampling.bad_words", "leaves no token", reason=NO_TOKEN_LEFT)
+    pair.change("decode", fault=fault(at, stuck))
+    responses = await stream(stub, n=2, stop="wor")
+    texts = ["".join(r.text for r in responses if r.index == index) for index in range(2)]
+    assert texts[0] == "hello "
+    assert answers_of(responses)[1] == [*pair.script.second[:at], *answer[at:]]
+    assert [r.index for r in responses if r.finish_reason] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("words", "field"), [([], "sampling.bad_word_token_ids"), (["x"], "sampling.bad_words")]
 )
