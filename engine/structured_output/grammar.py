@@ -67,30 +67,31 @@ class FormatFailedError(RequestFailedError):
 
 
 class CompiledFormat:
-    """A compiled format. The sequences that follow it at the same time share its lexer.
+    """A compiled format. New answers share its lexer.
 
-    The lexer remembers each state that any answer has reached. At ``max_lexer_states`` it fails for all
-    answers, including those that need few states. It is then replaced by a new one.
+    The lexer remembers each state that any answer has reached. At its limit it fails for all answers,
+    including those that need few states. Each of them then continues with a lexer of its own, since there
+    might be no limit that suffices for all of them together.
+
+    Attributes:
+        first: a matcher at the start of an answer. It is replaced when its lexer is full.
     """
 
     def __init__(self, output_format: OutputFormat, num_bytes: int, make: Callable[[], LLMatcher]) -> None:
         self.output_format = output_format
         self.num_bytes = num_bytes
         self._make = make
-        self._first = make()
+        self.first = make()
 
-    def start(self) -> LLMatcher:
-        """Return a matcher at the start of an answer."""
-        return self._first.deep_copy()
-
-    def restart(self) -> LLMatcher | None:
-        """Replace a lexer that has failed; return a matcher at the start, or None if the lexer works."""
-        matcher = self.start()
+    def restart(self, first: LLMatcher) -> LLMatcher | None:
+        """Return a matcher at the start whose lexer is new; None if the lexer of ``first`` is not full."""
+        matcher = first.deep_copy()
         matcher.compute_bitmask()
         if not matcher.is_error():
             return None
-        self._first = self._make()
-        return self.start()
+        if self.first is first:
+            self.first = self._make()
+        return self._make()
 
 
 @dataclass(slots=True)
@@ -114,7 +115,9 @@ class GrammarMatcher:
         self, compiled: CompiledFormat, num_prompt_tokens: int, vocab_size: int, ends: list[int]
     ) -> None:
         self._compiled = compiled
-        self._matcher = compiled.start()
+        self._first = compiled.first
+        """A matcher at the start of an answer, with the lexer of ``_matcher``."""
+        self._matcher = self._first.deep_copy()
         self._num_prompt_tokens = num_prompt_tokens
         self._num_followed = num_prompt_tokens
         self._time = MaskTime()
@@ -132,8 +135,8 @@ class GrammarMatcher:
         """
         begin = thread_time()
         mask = self._follow(token_ids, self._num_followed)
-        if self._matcher.is_error() and (fresh := self._compiled.restart()) is not None:
-            self._matcher = fresh
+        if self._matcher.is_error() and (fresh := self._compiled.restart(self._first)) is not None:
+            self._first, self._matcher = fresh, fresh.deep_copy()
             mask = self._follow(token_ids, self._num_prompt_tokens)
         self._num_followed = len(token_ids)
         self._time.seconds += thread_time() - begin

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from quire.engine.structured_output import grammar, grammar_compile
 from quire.engine.structured_output.grammar import (
     CompiledFormat,
     FormatFailedError,
     GrammarCompiler,
+    GrammarMatcher,
     StructuredOutputUnavailableError,
 )
 from quire.engine.structured_output.grammar_check import FormatChecker
@@ -147,32 +149,51 @@ def test_an_answer_that_violates_its_format_is_an_error(shared: GrammarCompiler)
 def test_a_lexer_that_is_full_is_replaced(
     shared: GrammarCompiler, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def masks(compiler: GrammarCompiler, seed: int) -> list[bytes]:
-        rng, matcher = np.random.default_rng(seed), compiler.compile(form, 0)
-        answer: list[int] = []
-        found = []
-        while len(answer) < 40:
-            allowed = matcher.allowed(answer)
-            found.append(allowed.tobytes())
-            answer.append(int(rng.choice(np.flatnonzero(allowed))))
-        return found
-
     form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
-    expected = [masks(shared, seed) for seed in range(4)]
-    monkeypatch.setattr(grammar_compile, "MAX_LEXER_STATES", 200)
-    num_restarts = 0
+    expected = [masks_of_answers(shared.compile(form, 0), seeds=[seed]) for seed in range(4)]
+    num_restarts = limit_lexers(monkeypatch, 200)
+    assert [masks_of_answers(compiler.compile(form, 0), seeds=[seed]) for seed in range(4)] == expected
+    assert num_restarts() >= 2
+
+
+def test_answers_that_fill_their_lexer_together_continue_separately(
+    shared: GrammarCompiler, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
+    expected = masks_of_answers(shared.compile(form, 0), seeds=range(4))
+    num_restarts = limit_lexers(monkeypatch, 200)
+    assert masks_of_answers(compiler.compile(form, 0), seeds=range(4)) == expected
+    assert num_restarts() >= 4
+
+
+def limit_lexers(monkeypatch: pytest.MonkeyPatch, limit: int) -> Callable[[], int]:
+    """Limit the states of lexers; return a function that counts how often an answer got another lexer."""
+    monkeypatch.setattr(grammar_compile, "MAX_LEXER_STATES", limit)
+    restarts: list[LLMatcher] = []
     restart = CompiledFormat.restart
 
-    def counted(compiled: CompiledFormat) -> object:
-        nonlocal num_restarts
-        matcher = restart(compiled)
+    def recorded(compiled: CompiledFormat, first: LLMatcher) -> LLMatcher | None:
+        matcher = restart(compiled, first)
         assert matcher is not None
-        num_restarts += 1
+        restarts.append(matcher)
         return matcher
 
-    monkeypatch.setattr(CompiledFormat, "restart", counted)
-    assert [masks(compiler, seed) for seed in range(4)] == expected
-    assert num_restarts >= 2
+    monkeypatch.setattr(CompiledFormat, "restart", recorded)
+    return lambda: len(restarts)
+
+
+def masks_of_answers(matcher: GrammarMatcher, seeds: Sequence[int]) -> list[list[bytes]]:
+    """Write random answers of 40 tokens at the same time; return the masks of each."""
+    matchers = [matcher.copy() for _ in seeds]
+    rngs = [np.random.default_rng(seed) for seed in seeds]
+    answers: list[list[int]] = [[] for _ in seeds]
+    masks: list[list[bytes]] = [[] for _ in seeds]
+    for _ in range(40):
+        for each, rng, answer, found in zip(matchers, rngs, answers, masks, strict=True):
+            allowed = each.allowed(answer)
+            found.append(allowed.tobytes())
+            answer.append(int(rng.choice(np.flatnonzero(allowed))))
+    return masks
 
 
 def test_the_masks_of_one_request_share_a_budget(
