@@ -46,13 +46,13 @@ def sample_tokens(to_sample: SampledRows, logits: torch.Tensor, rules: StopRules
     row_of = dict(zip(map(id, to_sample.sequences), to_sample.rows, strict=True)) if drafted else {}
     while drafted := [each for each in drafted if _goes_on(each)]:
         rows = [row_of[id(each.sequence)] + len(each.tokens) for each in drafted]
-        more, more_errors = _sample_round(
-            SampledRows([each.sequence for each in drafted], rows), logits, rules
-        )
-        errors |= more_errors
+        more, failed = _sample_round(SampledRows([each.sequence for each in drafted], rows), logits, rules)
         tokens_of = {id(each.sequence): each.tokens for each in more}
         for each in drafted:
-            each.tokens.extend(tokens_of.get(id(each.sequence), ()))
+            if failed and id(each.sequence) not in tokens_of:
+                _postpone_failure(each)
+            else:
+                each.tokens.extend(tokens_of[id(each.sequence)])
     return updates, errors
 
 
@@ -89,6 +89,14 @@ def num_accepted_tokens(update: SequenceUpdate) -> int:
 def _goes_on(update: SequenceUpdate) -> bool:
     """Return whether the last token equals its draft token: then the step has logits for the next token."""
     return not update.sequence.status.is_finished and num_accepted_tokens(update) == len(update.tokens)
+
+
+def _postpone_failure(update: SequenceUpdate) -> None:
+    """Let the next step fail instead, since the tokens of this one may complete a stop string."""
+    sequence = update.sequence
+    sequence.status = SequenceStatus.DECODING
+    # The last token counts as a wrong draft, so that the next step computes it.
+    sequence.draft_token_ids[len(update.tokens) - 1] = -1
 
 
 def score_prompts(

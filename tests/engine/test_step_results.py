@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.errors import NoTokenLeftError
 from quire.engine.kv_cache.block_pool import BlockPool
 from quire.engine.kv_cache.swap_space import SwapSpace
 from quire.engine.scheduling.group_queues import GroupQueues
@@ -139,6 +140,21 @@ def test_draft_tokens_are_accepted_up_to_the_first_wrong_one(
         # The last token is not computed; blocks with nothing but rejected drafts are free.
         assert request.num_computed_tokens == request.num_tokens - 1
         assert len(request.block_table) == -(-request.num_computed_tokens // BLOCK_SIZE)
+
+
+def test_a_failure_after_a_right_draft_token_waits_for_the_next_step(step: Step) -> None:
+    # The right token may complete a stop string, and the request ends before the next step.
+    request = step.start("r", num_tokens=6, allowed_token_ids=frozenset({5}), bad_words=((5, 5),))
+    request.num_computed_tokens = 5
+    request.draft_token_ids = [5, 6, 7]
+    step.tables.append(request, 4)
+    [update] = step.process([ScheduledSequence(request, 4)], most_probable(5, 6, 7, 8)).values()
+    assert (tokens_of(update), update.num_accepted_tokens, update.error) == ([5], 0, None)
+    assert update.status == SequenceStatus.DECODING
+    assert request.num_computed_tokens == request.num_tokens - 1
+    [failed] = step.process([ScheduledSequence(request, 1)], most_probable(5)).values()
+    assert isinstance(failed.error, NoTokenLeftError)
+    assert step.pool.counts.used == 0
 
 
 def test_beams_wait_until_all_of_them_are_computed(step: Step) -> None:
