@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ import numpy as np
 from quire.engine.errors import RequestFailedError
 from quire.engine.structured_output.grammar_check import FormatChecker, FormatCheckError
 from quire.engine.structured_output.grammar_compile import (
+    BYTES_PER_LEXER_STATE,
+    MAX_LEXER_STATES,
+    SMALL_LEXER_STATES,
     BadFormatError,
     compile_format,
     first_line,
@@ -33,9 +36,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHE_BYTES = 256 << 20
-"""Most bytes of compiled formats in a process's cache; each format is measured when it is compiled."""
-MIN_CACHED_BYTES = 4 << 20
-"""A compiled format counts as at least this many bytes, since its lexer grows while answers are generated."""
+"""Most bytes of compiled formats in a process's cache."""
 MAX_REFUSED = 1024
 """Most refused formats that a process remembers, so that it does not try them again."""
 MASK_SECONDS = 10.0
@@ -73,15 +74,32 @@ class CompiledFormat:
     including those that need few states. Each of them then continues with a lexer of its own, since there
     might be no limit that suffices for all of them together.
 
+    Args:
+        output_format: the format.
+        num_compiled_bytes: how many bytes it occupies without the states that answers add.
+        make: compiles it, with a limit on the lexer's states.
+
     Attributes:
         first: a matcher at the start of an answer. It is replaced when its lexer is full.
     """
 
-    def __init__(self, output_format: OutputFormat, num_bytes: int, make: Callable[[], LLMatcher]) -> None:
+    def __init__(
+        self, output_format: OutputFormat, num_compiled_bytes: int, make: Callable[[int], LLMatcher]
+    ) -> None:
         self.output_format = output_format
-        self.num_bytes = num_bytes
+        self._num_compiled_bytes = num_compiled_bytes
         self._make = make
-        self.first = make()
+        self._max_lexer_states = SMALL_LEXER_STATES
+        try:
+            self.first = make(SMALL_LEXER_STATES)
+        except BadFormatError:
+            # A choice of thousands of words needs more states for its first mask.
+            self._replace_first()
+
+    @property
+    def num_bytes(self) -> int:
+        """Most bytes that the format occupies while its lexer is not replaced."""
+        return self._num_compiled_bytes + self._max_lexer_states * BYTES_PER_LEXER_STATE
 
     def restart(self, first: LLMatcher) -> LLMatcher | None:
         """Return a matcher at the start whose lexer is new; None if the lexer of ``first`` is not full."""
@@ -90,8 +108,12 @@ class CompiledFormat:
         if not matcher.is_error():
             return None
         if self.first is first:
-            self.first = self._make()
-        return self._make()
+            self._replace_first()
+        return self._make(MAX_LEXER_STATES)
+
+    def _replace_first(self) -> None:
+        self.first = self._make(MAX_LEXER_STATES)
+        self._max_lexer_states = MAX_LEXER_STATES
 
 
 @dataclass(slots=True)
@@ -207,8 +229,8 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """Sum of the sizes of the cached formats, each counted as at least ``MIN_CACHED_BYTES``."""
-        return sum(max(each.num_bytes, MIN_CACHED_BYTES) for each in self._compiled.values())
+        """Sum of the sizes of the cached formats, each with the lexer states that it may still get."""
+        return sum(each.num_bytes for each in self._compiled.values())
 
     def compile(self, output_format: OutputFormat, num_prompt_tokens: int) -> GrammarMatcher:
         """Return a matcher for a new sequence. This may take seconds if the format is not cached.
@@ -238,6 +260,8 @@ class GrammarCompiler:
             if (compiled := self._compiled.get(key)) is None:
                 return None
             self._compiled.move_to_end(key)
+            # Since the last call, formats may have got larger lexers.
+            self._evict()
         return self._start(compiled, num_prompt_tokens)
 
     def close(self) -> None:
@@ -252,7 +276,7 @@ class GrammarCompiler:
         try:
             num_bytes = self.checker.check(output_format)
             compiled = CompiledFormat(
-                output_format, num_bytes, lambda: compile_format(tokenizer, output_format)
+                output_format, num_bytes, partial(compile_format, tokenizer, output_format)
             )
         except BadFormatError as error:
             with self._known:
@@ -264,9 +288,13 @@ class GrammarCompiler:
             raise StructuredOutputUnavailableError(str(error)) from error
         with self._known:
             self._compiled[key] = compiled
-            while self.num_cached_bytes > CACHE_BYTES and len(self._compiled) > 1:
-                self._compiled.popitem(last=False)
+            self._evict()
         return compiled
+
+    def _evict(self) -> None:
+        """Keep the formats that were used last. Another answer may still follow a format that is not kept."""
+        while self.num_cached_bytes > CACHE_BYTES and len(self._compiled) > 1:
+            self._compiled.popitem(last=False)
 
     def _setup(self) -> tuple[str, int, list[int]]:
         return self._read_tokenizer(), self._vocab_size, self._ends

@@ -35,10 +35,11 @@ _STEP_LEXER_FUEL = 100_000
 Over a vocabulary of 130,000 tokens, a regular expression for URLs needs 35,000 of each.
 """
 MAX_LEXER_STATES = 32_000
-"""Most states of a lexer, 1 to 2 KiB each.
-
-A bounded repetition of a Unicode class adds 100 states for each new token.
-"""
+"""Most states of a lexer. A bounded repetition of a Unicode class adds 100 states for each new token."""
+SMALL_LEXER_STATES = 4_000
+"""Most states of a format's first lexer, which are enough for the answers of most formats."""
+BYTES_PER_LEXER_STATE = 1 << 10
+"""Most bytes of a lexer's state; usual ones take 400 to 800."""
 _MAX_GRAMMAR_SIZE = 100_000
 """Largest grammar in llguidance's unit of size; 64 KiB of JSON schema have 6,000."""
 MAX_RULES = 1_000
@@ -66,7 +67,7 @@ def load_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTo
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
 
 
-def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat) -> LLMatcher:
+def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat, max_lexer_states: int) -> LLMatcher:
     """Return a matcher at the start of an answer.
 
     A hostile format may crash the process: see ``grammar_check``.
@@ -93,7 +94,7 @@ def compile_format(tokenizer: LLTokenizer, output_format: OutputFormat) -> LLMat
         step_max_items=step_items,
         initial_lexer_fuel=_INITIAL_LEXER_FUEL,
         step_lexer_fuel=_STEP_LEXER_FUEL,
-        max_lexer_states=MAX_LEXER_STATES,
+        max_lexer_states=max_lexer_states,
         max_grammar_size=_MAX_GRAMMAR_SIZE,
         # Verbose errors would contain the grammar and the parser's state.
         verbose_errors=False,

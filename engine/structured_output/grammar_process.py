@@ -18,6 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.structured_output.grammar_compile import (
+    MAX_LEXER_STATES,
     BadFormatError,
     compile_format,
     first_line,
@@ -90,7 +91,7 @@ def _limit_resources() -> None:
 def _try(tokenizer: LLTokenizer, output_format: OutputFormat) -> dict[str, Any]:
     before = _memory("RssAnon")
     try:
-        matcher = compile_format(tokenizer, output_format)
+        matcher = compile_format(tokenizer, output_format, MAX_LEXER_STATES)
     except BadFormatError as error:
         return {"error": str(error)[:_MAX_ERROR_CHARS]}
     except MemoryError:

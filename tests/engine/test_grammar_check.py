@@ -117,13 +117,13 @@ def test_without_it_formats_are_not_compiled(
 def test_the_cache_holds_bytes_not_formats(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "CACHE_BYTES", 12 << 20)
+    monkeypatch.setattr(grammar, "CACHE_BYTES", 14 << 20)
     small = [OutputFormat("regex", f"a{{{i}}}") for i in range(2, 6)]
     for each in small:
         compiler.compile(each, 0)
     assert [compiler.cached_matcher(each, 0) is not None for each in small] == [False, True, True, True]
     compiler.compile(OutputFormat("json_schema", f'{{"pattern": "{"a?" * 2500 + "a" * 2500}"}}'), 0)
-    assert compiler.num_cached_bytes <= 12 << 20
+    assert compiler.num_cached_bytes <= 14 << 20
 
 
 def test_an_ambiguous_grammar_ends_with_an_error(shared: GrammarCompiler) -> None:
@@ -166,9 +166,32 @@ def test_answers_that_fill_their_lexer_together_continue_separately(
     assert num_restarts() >= 4
 
 
-def limit_lexers(monkeypatch: pytest.MonkeyPatch, limit: int) -> Callable[[], int]:
+def test_a_format_counts_with_the_states_of_its_larger_lexer(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = OutputFormat("regex", "([a-z ]{1,200}[0-9]){9}x")
+    limit_lexers(monkeypatch, 2000, small=100)
+    compiler.compile(A, 0)
+    matcher = compiler.compile(form, 0)
+    before = compiler.num_cached_bytes
+    masks_of_answers(matcher, seeds=[0])
+    assert compiler.num_cached_bytes == before + 1900 * grammar_compile.BYTES_PER_LEXER_STATE
+    monkeypatch.setattr(grammar, "CACHE_BYTES", before)
+    compiler.compile(form, 0)
+    assert compiler.cached_matcher(A, 0) is None
+
+
+def test_a_format_may_need_a_larger_lexer_for_its_first_mask(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_lexers(monkeypatch, 2000, small=1)
+    assert compiler.compile(OutputFormat("regex", "one|two|three"), 0).allowed([]).any()
+
+
+def limit_lexers(monkeypatch: pytest.MonkeyPatch, limit: int, small: int | None = None) -> Callable[[], int]:
     """Limit the states of lexers; return a function that counts how often an answer got another lexer."""
-    monkeypatch.setattr(grammar_compile, "MAX_LEXER_STATES", limit)
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", limit)
+    monkeypatch.setattr(grammar, "SMALL_LEXER_STATES", limit if small is None else small)
     restarts: list[LLMatcher] = []
     restart = CompiledFormat.restart
 

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from quire.engine.structured_output.grammar_compile import compile_format
+from quire.engine.structured_output.grammar_compile import MAX_LEXER_STATES, compile_format
 from quire.models.source import demo_model_path
 from quire.sampling.output_format import OutputFormat
 from quire.tokenization.answers.argument_grammar import UnsupportedSchemaError
@@ -188,7 +188,7 @@ class Model:
         return text
 
     def matcher(self, grammar: str) -> LLMatcher:
-        return compile_format(self.tokenizer, OutputFormat("grammar", grammar))
+        return compile_format(self.tokenizer, OutputFormat("grammar", grammar), MAX_LEXER_STATES)
 
     def accepts(self, grammar: str, text: str) -> bool:
         """Return whether a text is a complete answer of a grammar."""
