@@ -94,7 +94,10 @@ class DraftProposer:
             num_right += 1
         copy.token_ids[ahead.num_known :] = following
         copy.num_computed_tokens = min(copy.num_computed_tokens, num_right)
-        copy.logits_rules = sequence.logits_rules and sequence.logits_rules.copy()
+        copy.logits_rules = rules = sequence.logits_rules and sequence.logits_rules.copy()
+        if rules is not None and rules.grammar is not None:
+            # An answer must not fail because a draft model was slow.
+            rules.grammar.begin_time()
         self._tables.seal(copy)
         self._tables.trim(copy)
         ahead.num_known = sequence.num_tokens

@@ -192,6 +192,10 @@ class GrammarMatcher:
             f"cannot be continued after {num_written} tokens of the answer: {reason}",
         )
 
+    def begin_time(self) -> None:
+        """Count the time of its further masks separately, not for the request."""
+        self._time = MaskTime()
+
     def copy(self) -> GrammarMatcher:
         """Return an independent copy of the matcher, which shares the request's mask time."""
         other = copy(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ from quire.engine.sequences.sequence import SequenceStatus
 from quire.engine.speculation.draft_proposer import DraftProposer
 from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.engine.speculation.speculators import DraftModelError, load_draft_model
+from quire.engine.structured_output import grammar
+from quire.engine.structured_output.grammar import GrammarCompiler
+from quire.engine.structured_output.logits_rules import LogitsRules
 from quire.engine.weights.loader import LoadedModel
+from quire.sampling.output_format import OutputFormat
 from tests.testing.tiny_engine import BLOCK_SIZE, CPU, make_engine, make_prompt, make_request, output, run
 from tests.testing.tiny_models import make_random_model
 
@@ -84,6 +89,21 @@ def test_a_sequence_without_blocks_gets_no_draft_tokens(load: Load) -> None:
     small.status = SequenceStatus.FINISHED_STOPPED
     proposer.propose([])
     assert proposer.pool.counts.used == 0
+
+
+def test_masks_of_draft_tokens_do_not_count_as_the_requests(
+    load: Load, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(20)
+    sequence = make_request("r", prompt, temperature=0.0)
+    matcher = compiler.compile(OutputFormat("regex", "[a-z]{30}"), len(prompt))
+    sequence.logits_rules = LogitsRules(sequence.params, len(prompt), matcher)
+    seconds = count()
+    monkeypatch.setattr(grammar, "thread_time", lambda: next(seconds))
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 3)
+    [draft] = make_proposer(load("llama")).propose([DraftRequest(sequence, 3)])
+    assert len(draft) == 3
+    assert matcher.allowed(prompt).any()
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path, load: Load, tiny_model: Callable[[str], Path]) -> None:
