@@ -36,6 +36,11 @@ class SwapSpace:
         """Free blocks once the current step has copied them."""
         self._freed_after_step += host_ids
 
+    def keep_after_step(self, host_ids: Sequence[int]) -> None:
+        """Give the caller back the blocks that the current step does not copy after all."""
+        for each in host_ids:
+            self._freed_after_step.remove(each)
+
     def end_step(self) -> None:
         """Free the blocks that the step has copied."""
         self._free += self._freed_after_step

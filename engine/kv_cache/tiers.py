@@ -99,6 +99,8 @@ class CacheTiers:
         self._tree = PrefixTree()
         self._pooled: set[bytes] = set()
         """Hashes of the pool's blocks, including blocks that this step copies into the pool."""
+        self._promoting: dict[int, bytes] = {}
+        """Hashes of the blocks that this step copies into the pool, by host block."""
         self._loading: dict[bytes, _Load] = {}
         self._loaded: set[bytes] = set()
         """Hashes of blocks in host memory that were read from disk and have not been used since."""
@@ -259,14 +261,31 @@ class CacheTiers:
             tier = "disk" if each in self._loaded else "host"
             self._loaded.discard(each)
             self.counts.hits[tier] += 1
-        self.counts.promotions["host"] += len(block_hashes)
         self._pooled.update(block_hashes)
-        return [self.host.pop_for_promotion(each) for each in block_hashes]
+        host_ids = [self.host.pop_for_promotion(each) for each in block_hashes]
+        self._promoting.update(zip(host_ids, block_hashes, strict=True))
+        return host_ids
+
+    def undo_promotion(self, pool: BlockPool, host_ids: Sequence[int]) -> None:
+        """Put a chain's blocks back into host memory, since the current step does not copy them after all."""
+        self.host.keep_after_step(host_ids)
+        for host_id in reversed(host_ids):
+            block_hash = self._promoting.pop(host_id)
+            # The pool may have a bare block with this hash.
+            if block_hash not in pool:
+                self._pooled.discard(block_hash)
+            # This step's allocations may have dropped the block, or copied it from the pool to host memory.
+            if block_hash in self._tree and block_hash not in self.host:
+                self.host.add_block(block_hash, host_id)
+            else:
+                self.host.free([host_id])
 
     def promote(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, given as (host block, block), from host memory into the pool."""
         self.host.copy_out(self._memory, pairs)
         self.host.end_step()
+        self._promoting.clear()
+        self.counts.promotions["host"] += len(pairs)
 
     def promote_into(self, pool: BlockPool, block_hashes: Sequence[bytes]) -> None:
         """Copy a prompt's blocks from host memory into the pool, as far as there is room.

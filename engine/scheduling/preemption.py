@@ -55,8 +55,7 @@ class Preemption:
         victim.num_preemptions += 1
         swapped, recomputed = self.counts
         # What this step would have brought is not there to be swapped out.
-        places = self.tables.pool.places(self.swapping.blocks(victim))
-        is_incomplete = schedule.drop_copies_into(places)
+        is_incomplete = self._drop_moves_into(self.swapping.blocks(victim), schedule)
         schedule.promoted = [each for each in schedule.promoted if each[0] not in victim.sequences]
         if not is_incomplete and self._is_swapped(victim):
             self.swapping.swap_out(victim, schedule)
@@ -69,6 +68,14 @@ class Preemption:
             sequence.num_sealed_blocks = 0
             self.tables.free(sequence)
         self.queues.suspend_group(victim)
+
+    def _drop_moves_into(self, block_ids: list[int], schedule: Schedule) -> bool:
+        """Plan no copy and no promotion into some blocks; return whether there was any."""
+        has_copies = schedule.drop_copies_into(self.tables.pool.places(block_ids))
+        host_ids = schedule.drop_promotions_into(block_ids)
+        if host_ids and self.tables.tiers is not None:
+            self.tables.tiers.undo_promotion(self.tables.pool, host_ids)
+        return has_copies or bool(host_ids)
 
     def _is_swapped(self, victim: SequenceGroup) -> bool:
         """Return whether to swap a group out: host memory has room, and recomputing is not cheaper."""

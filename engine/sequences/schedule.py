@@ -65,6 +65,13 @@ class Schedule:
             moves[:] = [(source, target) for source, target in moves if target not in places]
         return len(self.swap_in) + len(self.copies) < num_before
 
+    def drop_promotions_into(self, block_ids: Collection[int]) -> list[int]:
+        """Plan no promotion into some blocks, which are given back; return the host blocks of those."""
+        dropped = [host_id for host_id, block_id in self.promotions if block_id in block_ids]
+        if dropped:
+            self.promotions[:] = [each for each in self.promotions if each[1] not in block_ids]
+        return dropped
+
     @property
     def kind(self) -> StepKind:
         """The size of the computation."""

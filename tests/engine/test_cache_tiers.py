@@ -391,3 +391,34 @@ def test_a_promoted_block_is_not_overwritten_before_the_step_has_copied_it() -> 
     assert (len(host), host.num_free) == (0, 0)
     host.end_step()
     assert host.num_free == 1
+
+
+def test_blocks_that_no_step_promotes_after_all_are_in_host_memory_again() -> None:
+    memory = KvMemory(SHAPE, NUM_POOL, CPU)
+    tiers = CacheTiers(memory, HostCache(KvMemory(SHAPE, NUM_HOST, CPU)))
+    pool = BlockPool(NUM_POOL, lower=tiers)
+    blocks = pool.allocate(3)
+    for block_id, each in zip(blocks, chain("abc"), strict=True):
+        pool.seal(block_id, each, parent(each))
+    pool.free(blocks)
+    pool.free(pool.allocate(NUM_POOL))
+    first, *others = tiers.begin_promotion(chain("abc"))
+    tiers.undo_promotion(pool, others)
+    tiers.promote([(first, 0)])
+    assert list(tiers.host) == [name("abc"), name("ab")]
+    assert tiers.host.num_free == NUM_HOST - 2
+    assert tiers.counts.promotions["host"] == 1
+
+
+def test_a_block_that_was_dropped_before_its_promotion_was_undone_frees_its_host_block() -> None:
+    tiers = CacheTiers(KvMemory(SHAPE, NUM_POOL, CPU), HostCache(KvMemory(SHAPE, NUM_HOST, CPU)))
+    pool = BlockPool(NUM_POOL, lower=tiers)
+    [block_id] = pool.allocate(1)
+    pool.seal(block_id, name("a"))
+    pool.free([block_id])
+    pool.free(pool.allocate(NUM_POOL))
+    host_ids = tiers.begin_promotion(chain("a"))
+    tiers.on_blocks_forgotten(chain("a"))
+    tiers.undo_promotion(pool, host_ids)
+    assert tiers.host.num_free == NUM_HOST
+    tiers.check_conservation(pool)

@@ -35,7 +35,7 @@ from quire.engine.model.step_tensors import StepTensors
 from quire.engine.runner.model_runner import ModelRunner
 from quire.engine.scheduling.scheduler import SchedulerConfig
 from quire.engine.scheduling.sequence_group import SequenceGroup
-from quire.engine.sequences.sequence import NO_BLOCK, ScheduledSequence, Sequence
+from quire.engine.sequences.sequence import NO_BLOCK, ScheduledSequence, Sequence, SequenceStatus
 from quire.engine.speculation.speculator import DraftRequest, Speculator
 from quire.kernels import ops
 from quire.kvindex.kv_layout import KvShape
@@ -724,3 +724,34 @@ def test_blocks_from_host_memory_do_not_evict_their_prefix() -> None:
             collect(engine, outputs)
             engine.check_conservation()
         assert outputs["r", 0] == undisturbed(tuple(prompt), params, 6)[0]
+
+
+def test_blocks_that_were_not_filled_yet_are_not_swapped_out() -> None:
+    """A request of two samples is preempted in the step that has planned its copies from host memory."""
+    engine = make_engine(12, NUM_SWAP_BLOCKS, None, Tiers(HostCache(KvMemory(SHAPE, 16, CPU)), None))
+    engine.preemption.prefers_swap = lambda num_tokens, num_blocks: False
+    generator = random.Random(1)
+    first, second = (generator.choices(range(2, VOCAB_SIZE), k=length) for length in (12, 8))
+    params = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=14, ignore_eos=True)
+    request = Sequence("second", list(second), 8, params, b"root")
+    alone = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+    engine.add_request(Sequence("first", first, 12, alone, b"root"))
+    engine.add_request(request)
+    outputs: Outputs = {}
+    while "first" in engine.groups:
+        collect(engine, outputs)
+    assert request.status is SequenceStatus.PREEMPTED
+    engine.pin("lent", request.block_hashes[:2])
+    engine.pins.reserve("pulled", 7)
+    engine.preemption.prefers_swap = lambda num_tokens, num_blocks: True
+    num_preempted = engine.preemption.num_preempted
+    collect(engine, outputs)
+    assert engine.preemption.num_preempted > num_preempted
+    engine.check_conservation()
+    engine.pins.unpin("pulled")
+    engine.pins.unpin("lent")
+    while not engine.is_idle:
+        collect(engine, outputs)
+    engine.check_conservation()
+    got = {index: tokens for (owner, index), tokens in outputs.items() if owner == "second"}
+    assert got == undisturbed(tuple(second), params, None)

@@ -40,3 +40,10 @@ def test_nothing_is_copied_into_blocks_that_are_given_back() -> None:
     assert not schedule.drop_copies_into([1, 2, 9])
     assert schedule.drop_copies_into([3, 5])
     assert (schedule.swap_out, schedule.swap_in, schedule.copies) == ([(3, 0)], [(2, 4)], [(9, 6)])
+
+
+def test_nothing_is_promoted_into_blocks_that_are_given_back() -> None:
+    schedule = Schedule(promotions=[(1, 3), (2, 4), (5, 6)])
+    assert schedule.drop_promotions_into([1, 2]) == []
+    assert schedule.drop_promotions_into([3, 4]) == [1, 2]
+    assert schedule.promotions == [(5, 6)]
