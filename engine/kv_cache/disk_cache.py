@@ -252,7 +252,7 @@ class DiskCache:
         The oldest files come first in the order of eviction. All other files are removed.
         """
         marker = self._folder / "identity"
-        is_same = marker.exists() and marker.read_text("utf-8") == identity
+        is_same = marker.exists() and marker.read_bytes() == identity.encode()
         found = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob("*" + _SUFFIX))
         blocks = [(path, block_hash) for _, path in found if (block_hash := _hash_of(path))]
         parents: dict[bytes, bytes | None] = {}

@@ -150,6 +150,19 @@ def test_a_later_process_takes_over_the_blocks_of_the_same_identity(
     disk.close()
 
 
+def test_a_damaged_identity_counts_as_another_one(tmp_path: Path, later: ManualExecutor) -> None:
+    disk = open_disk(tmp_path, later)
+    store(disk, "a")
+    disk.close()
+    marker = tmp_path / "identity"
+    identity = marker.read_bytes()
+    marker.write_bytes(bytes([identity[0] | 0x80]) + identity[1:])
+    disk = open_disk(tmp_path, later)
+    assert not len(disk)
+    assert marker.read_bytes() == identity
+    disk.close()
+
+
 def test_subscribers_are_called_after_each_read(tmp_path: Path, later: ManualExecutor) -> None:
     disk = open_disk(tmp_path, later)
     failures: list[list[str]] = []
