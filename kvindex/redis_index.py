@@ -52,6 +52,8 @@ SWEEP_KEYS = 200
 
 EPOCH_BYTES = 4
 
+_LAST_CURSOR = 2**64 - 1
+
 
 Client = Redis | RedisCluster
 
@@ -157,8 +159,6 @@ class WorkerLease:
         args = [record.worker_id, self._epoch, record.to_json(), self._ttl_ms]
         with _malformed_answers():
             self._slot = str(int(await self._scripts["join"](keys=[SLOTS, LEASES], args=args))).encode()
-        # Begin at 0: Redis would refuse a damaged cursor each time.
-        self._sweep_cursor = b"0"
 
     async def beat(self) -> None:
         """Renew the lease.
@@ -204,7 +204,11 @@ class WorkerLease:
         """Visit the next entries of all workers and remove invalid ones; return how many were removed."""
         keys, args = [SLOTS, LEASES, BLOCKS], [self._sweep_cursor, SWEEP_KEYS]
         with _malformed_answers():
-            self._sweep_cursor, num_removed = await self._scripts["sweep"](keys=keys, args=args)
+            cursor, num_removed = await self._scripts["sweep"](keys=keys, args=args)
+            # Redis would refuse a damaged cursor each time, and the next leases go on with it.
+            if not 0 <= int(cursor) <= _LAST_CURSOR:
+                raise ValueError(f"cursor {cursor!r}")
+            self._sweep_cursor = str(int(cursor)).encode()
             return int(num_removed)
 
     async def leave(self) -> None:

@@ -103,3 +103,13 @@ async def test_the_living_sweep_up_after_the_dead(backend: Any, record: Any, dep
     await dies.join(record("dies"))
     await dies.publish(HASHES[:3])
     assert await depths(backend.index, HASHES) == {"lives": 700, "returns": 20, "dies": 3}
+
+
+async def test_the_next_lease_goes_on_with_the_sweep(backend: Any, record: Any) -> None:
+    lives, dies = [await joined(backend, record, name) for name in ("lives", "dies")]
+    await dies.publish(HASHES[:1100])
+    await backend.expire("dies")
+    for _ in range(20):
+        await lives.sweep()
+        await lives.join(record("lives"))
+    assert await backend.num_entries() == 0

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from redis.exceptions import RedisError
+from redis.exceptions import InvalidResponse, RedisError
 
 from quire.kvindex.index import UNREACHABLE, IndexFullError
 from quire.kvindex.redis_index import (
@@ -150,6 +150,17 @@ async def test_damaged_answers_count_as_no_answer(answer: bytes, record: Any) ->
         finally:
             await reader.aclose()
             await publisher.aclose()
+
+
+@pytest.mark.parametrize("cursor", [b"x", b"-1", b"9" * 30])
+async def test_a_damaged_cursor_is_not_sent_again(cursor: bytes) -> None:
+    async with redis_that_answers(b"*2\r\n$%d\r\n%s\r\n:0\r\n" % (len(cursor), cursor)) as url:
+        client = publisher_client(url)
+        try:
+            with pytest.raises(InvalidResponse):
+                await WorkerLease(client, 10.0).sweep()
+        finally:
+            await client.aclose()
 
 
 async def test_a_damaged_depth_promises_no_more_blocks_than_were_asked_for(record: Any) -> None:
