@@ -125,8 +125,11 @@ class BlockPublisher:
         while True:
             pause = 0.0
             try:
-                await self.lease.join(self._record)
+                record = self._record
+                await self.lease.join(record)
                 self.ledger.restart()
+                if record != self._record:  # it was announced while the lease began
+                    self.ledger.stop()
                 self.has_joined.set()
                 logger.info("index_joined", extra={"fields": {"blocks": self.ledger.num_held}})
                 backoff, problem = MIN_BACKOFF_SECONDS, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.kvindex.index import IndexFullError
 from quire.kvindex.publish_ledger import PublishLedger
 from quire.kvindex.publisher import BlockPublisher
 from quire.kvindex.redis_index import RedisIndex, WorkerLease, publisher_client
+from quire.kvindex.worker_record import WorkerRecord
 from quire.services.local.redis_process import RedisProcess
 from tests.testing.memory_index import MemoryIndex, MemoryLease, MemoryStore
 from tests.testing.until import until
@@ -153,6 +155,31 @@ async def test_it_rests_after_a_publish_unless_many_blocks_wait(
         num_beats = lease.num_beats
         await until(lambda: lease.num_beats >= num_beats + 2)
         assert publisher.ledger.num_pending == 1
+
+
+class InterruptedLease(MemoryLease):
+    """A lease of which the first join takes until something else has happened."""
+
+    def __init__(self, store: MemoryStore, meanwhile: Callable[[], None]) -> None:
+        super().__init__(store, 30.0)
+        self._meanwhile: Callable[[], None] | None = meanwhile
+
+    async def join(self, record: WorkerRecord) -> None:
+        await super().join(record)
+        if self._meanwhile is not None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
+
+
+async def test_a_record_that_is_announced_during_a_join_is_published(record: Any) -> None:
+    store, changed = MemoryStore(), replace(record("a"), is_draining=True)
+    lease = InterruptedLease(store, lambda: publisher.announce(changed))
+
+    async def is_changed() -> bool:
+        return await MemoryIndex(store).members() == [changed]
+
+    async with publishing(lease, record("a")) as publisher:
+        await until(is_changed)
 
 
 async def test_it_sweeps_the_entries_of_the_dead(backend: Any, record: Any) -> None:
