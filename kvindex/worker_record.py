@@ -48,7 +48,10 @@ class WorkerRecord:
         Raises:
             ValueError: the record is malformed.
         """
-        values = json.loads(stored)
+        try:
+            values = json.loads(stored)
+        except RecursionError as error:
+            raise ValueError("malformed worker record: nested too deeply") from error
         if not isinstance(values, dict):
             raise ValueError("malformed worker record: not an object")
         known = {field.name: field.type for field in fields(cls)}
@@ -56,6 +59,8 @@ class WorkerRecord:
         for name, value in values.items():
             if type(value) is not _KINDS[str(known[name])]:
                 raise ValueError(f"malformed worker record: {name} is {value!r}")
+            if isinstance(value, str):
+                value.encode()  # JSON may have half of a surrogate pair, which UTF-8 and gRPC cannot have
         try:
             record = cls(**values)
         except TypeError as error:

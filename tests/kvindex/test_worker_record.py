@@ -29,6 +29,8 @@ def test_fields_of_a_newer_version_are_passed_over() -> None:
         b"[]",
         b"null",
         b"{}",
+        b"[" * 100_000,
+        json.dumps({**VALUES, "address": "\ud800:2"}).encode(),
         *(json.dumps({**VALUES, **change}).encode() for change in ({"role": "both"}, {"fingerprint": 64})),
         *(json.dumps({**VALUES, **change}).encode() for change in ({"address": 1}, {"is_draining": 0})),
     ],
