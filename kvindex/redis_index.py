@@ -27,7 +27,7 @@ import redis.retry
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import InvalidResponse, ReadOnlyError, ResponseError
 
 from quire.kvindex.index import Holding, IndexFullError, LeaseLostError
 from quire.kvindex.worker_record import WorkerRecord, read_records
@@ -146,6 +146,7 @@ class WorkerLease:
     """One worker's lease in Redis; raises one of ``UNREACHABLE`` if Redis does not answer."""
 
     def __init__(self, client: Client, ttl_seconds: float) -> None:
+        self._client = client
         self._ttl_ms = round(ttl_seconds * 1000)
         names = ("join", "beat", "publish", "evict", "sweep", "leave")
         self._scripts = {name: _script(client, name) for name in names}
@@ -157,8 +158,16 @@ class WorkerLease:
         """Begin a lease with a new epoch, which invalidates everything that was published before."""
         self._epoch = secrets.token_bytes(EPOCH_BYTES)
         args = [record.worker_id, self._epoch, record.to_json(), self._ttl_ms]
-        with _malformed_answers():
-            self._slot = str(int(await self._scripts["join"](keys=[SLOTS, LEASES], args=args))).encode()
+        try:
+            with _malformed_answers():
+                self._slot = str(int(await self._scripts["join"](keys=[SLOTS, LEASES], args=args))).encode()
+        except ResponseError as error:
+            # After a failover the former master keeps its connections, while new ones reach the present one.
+            # A cluster redirects its clients. Redis 6 wraps errors in a script.
+            is_replica = isinstance(error, ReadOnlyError) or "READONLY" in str(error)
+            if is_replica and isinstance(self._client, Redis):
+                await self._client.connection_pool.disconnect()
+            raise
 
     async def beat(self) -> None:
         """Renew the lease.

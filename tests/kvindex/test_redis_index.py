@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from redis.exceptions import InvalidResponse, RedisError
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from quire.kvindex.index import UNREACHABLE, IndexFullError
 from quire.kvindex.redis_index import (
@@ -21,6 +21,8 @@ from quire.kvindex.redis_index import (
     publisher_client,
     reader_client,
 )
+from quire.services.local.redis_process import RedisProcess
+from tests.testing.until import until
 
 HASHES = [index.to_bytes(16, "little") for index in range(1, 2 * LOOK_UP_BLOCKS + 100)]
 
@@ -173,3 +175,23 @@ async def test_a_damaged_depth_promises_no_more_blocks_than_were_asked_for(recor
         finally:
             await reader.aclose()
     assert (holding.worker, holding.num_blocks) == (record("a"), 4)
+
+
+async def test_a_lease_leaves_a_master_that_has_become_a_replica(record: Any) -> None:
+    with RedisProcess() as process:
+        client, admin = publisher_client(process.worker_url), publisher_client(process.url)
+
+        async def has_left() -> bool:
+            return all(each["user"] != "quire-worker" for each in await admin.client_list())
+
+        try:
+            lease = WorkerLease(client, 10.0)
+            await lease.join(record("a"))
+            assert not await has_left()
+            await admin.execute_command("REPLICAOF", "127.0.0.1", "1")
+            with pytest.raises(ResponseError):
+                await lease.join(record("a"))
+            await until(has_left)
+        finally:
+            await client.aclose()
+            await admin.aclose()
