@@ -225,7 +225,8 @@ class WorkerSet:
                 records.setdefault(member.address, []).append(member)
             self._acceptance.forget_all_but(records.keys())
             addresses = records.keys() | self._workers.keys()
-            await asyncio.gather(*(self._update(address, records.get(address, [])) for address in addresses))
+            updates = (self._try_update(address, records.get(address, [])) for address in addresses)
+            await asyncio.gather(*updates)
             self.expects_workers = not records.keys() <= self._workers.keys()
 
     async def ask_busy(self) -> None:
@@ -293,6 +294,13 @@ class WorkerSet:
             _log.info("membership_back", members=len(members))
         self._is_membership_lost = False
         return members
+
+    async def _try_update(self, address: str, records: Sequence[Member]) -> None:
+        """Bring the worker at an address up to date; an address that raises must not hide other workers."""
+        try:
+            await self._update(address, records)
+        except Exception as error:
+            _log.error("worker_not_updated", address=address, error=error)
 
     async def _update(self, address: str, records: Sequence[Member]) -> None:
         """Bring the worker at an address up to date; a restarted worker has two records for a while."""

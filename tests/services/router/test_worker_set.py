@@ -65,6 +65,16 @@ async def test_static_workers_join_drain_and_leave(cluster: Any, make_set: Any) 
     assert ids_of(workers) == []
 
 
+async def test_an_address_that_raises_hides_no_other_worker(
+    cluster: Any, make_set: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await cluster.add("d", "decode")
+    workers = make_set(StaticMembership(["\ud800:2", worker.server.address]))
+    await workers.refresh()
+    assert ids_of(workers) == ["d"]
+    assert "worker_not_updated" in caplog.text
+
+
 @pytest.mark.parametrize(("is_drained", "level"), [(True, logging.INFO), (False, logging.WARNING)])
 async def test_a_worker_that_was_drained_leaves_without_a_warning(
     cluster: Any, make_set: Any, caplog: pytest.LogCaptureFixture, is_drained: bool, level: int
