@@ -65,6 +65,13 @@ class BlockPins:
         self._begun_at.setdefault(name, self._clock())
         return block_ids
 
+    def reserve_fewer(self, name: str, first_index: int, num_blocks: int) -> list[int]:
+        """Replace a pin's empty blocks, which begin at ``first_index``, by fewer ones; return their ids."""
+        table = self._tables[name]
+        self._pool.free(table[first_index:])
+        del table[first_index:]
+        return self.reserve(name, num_blocks)
+
     def seal(self, name: str, first_index: int, block_hashes: Sequence[bytes]) -> None:
         """Make a pin's written blocks from ``first_index`` on reusable by any sequence."""
         table = self._tables[name]

@@ -104,6 +104,7 @@ class PrefixPuller:
             if pull.num_blocks < len(missing):
                 # Blocks were evicted that the index still names; the others are copied.
                 self.metrics.record_failure("pull", "evicted")
+                await pulled.shorten(pull.num_blocks)
             if pull.num_blocks:
                 start = perf_counter()
                 async for frames in pull.frames():
@@ -144,6 +145,13 @@ class _PulledBlocks:
     def _claim(self, engine: Engine) -> None:
         self.num_held = len(engine.pin(self._name, self._block_hashes))
         self._block_ids = engine.pins.reserve(self._name, len(self.missing))
+
+    async def shorten(self, num_blocks: int) -> None:
+        """Expect fewer blocks: windows show the last ones, which are thus whole, as the peer sends them."""
+        await self._engine.call(lambda engine: self._claim_fewer(engine, num_blocks))
+
+    def _claim_fewer(self, engine: Engine, num_blocks: int) -> None:
+        self._block_ids = engine.pins.reserve_fewer(self._name, self.num_held, num_blocks)
 
     def write(self, frames: Items[Frame]) -> None:
         """Write blocks in order until ``close``, and count those whose copies are correct."""
