@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from quire.protos import inference_pb2 as pb
+
 MAX_MESSAGE_BYTES = 16 << 20
 
-# gRPC retries a call only before the first message of its answer, so no stream contains a token twice.
+_SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
+# In grpcio, a blocking stream with a retry policy outlives its deadline if its only server dies before the
+# first message. So gRPC retries only calls with a single response; ``Attempts`` retries streams.
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
-            "name": [{"service": "quire.v1.GenerationService"}],
+            "name": [
+                {"service": _SERVICE.full_name, "method": method.name}
+                for method in _SERVICE.methods
+                if not method.server_streaming
+            ],
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.1s",

@@ -25,10 +25,14 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo  # type: ignore[im
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 
 
 class QuireError(Exception):
     """A call failed with the gRPC status ``code``; ``reason`` is a constant that programs may match."""
+
+    has_waited = False
+    """Whether the request has waited at the router as long as it may: sending it again would wait again."""
 
     def __init__(
         self,
@@ -132,13 +136,15 @@ def from_rpc_error(error: Any) -> QuireError:
     """Return the typed error for a failed call, sync or async."""
     code: grpc.StatusCode = error.code()
     info, retry_after = _details(error.trailing_metadata())
-    return _CLASSES.get(code, ServerError)(
+    typed = _CLASSES.get(code, ServerError)(
         error.details() or code.name,
         code=code,
         reason=info.reason or code.name,
         metadata=info.metadata,
         retry_after=retry_after,
     )
+    typed.has_waited = _NO_RETRY in tuple(error.trailing_metadata() or ())
+    return typed
 
 
 @contextmanager

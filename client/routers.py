@@ -86,14 +86,17 @@ class Attempts(Generic[S]):
 
     Args:
         timeout: deadline of all attempts together, in seconds.
+        is_stream: whether the answer is a stream. gRPC does not repeat such a call by itself; one to a single
+            router is also tried again if the router refuses it, unless it has waited there.
 
     Attributes:
         router: the router of the present attempt.
         num_moves: number of times that an answer that was under way has moved.
     """
 
-    def __init__(self, routers: Routers[S], timeout: float) -> None:
+    def __init__(self, routers: Routers[S], timeout: float, *, is_stream: bool = False) -> None:
         self._routers = routers
+        self._is_stream = is_stream
         self._deadline = routers.clock() + timeout
         self._tried: list[Router[S]] = []
         self._num_rounds = 0
@@ -132,8 +135,7 @@ class Attempts(Generic[S]):
         self._tried.append(self.router)
         following, pause = self._routers.choose(self._tried), 0.0
         if following is None:
-            # With one router, gRPC itself has tried a call again that had not begun.
-            if not is_lost or self._num_rounds == len(BACKOFF_SECONDS) or not self._may_repeat(is_under_way):
+            if self._num_rounds == len(BACKOFF_SECONDS) or not self._may_repeat(error, is_lost):
                 raise error
             pause = BACKOFF_SECONDS[self._num_rounds]
             self._num_rounds += 1
@@ -144,8 +146,11 @@ class Attempts(Generic[S]):
         self.num_moves += is_under_way
         return self._within_deadline(pause, error)
 
-    def _may_repeat(self, is_under_way: bool) -> bool:
-        return is_under_way or len(self._routers.all) > 1
+    def _may_repeat(self, error: QuireError, is_lost: bool) -> bool:
+        if len(self._routers.all) > 1:
+            return is_lost
+        # With one router, gRPC itself has repeated a call that is no stream.
+        return self._is_stream and not error.has_waited
 
     def _within_deadline(self, pause: float, error: QuireError) -> float:
         if pause >= self.seconds_left:

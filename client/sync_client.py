@@ -125,7 +125,8 @@ class Client(RouterClient):
     def _receive(
         self, method: Method, parts: ResumableStream | ResumableBatch, timeout: float | None
     ) -> Generator[Any, None, None]:
-        attempts, request = Attempts(self._routers, self._deadline(timeout)), parts.request()
+        attempts = Attempts(self._routers, self._deadline(timeout), is_stream=True)
+        request = parts.request()
         while True:
             call = self._begin(method, attempts, request)
             try:

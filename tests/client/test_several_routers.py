@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
@@ -23,6 +26,24 @@ from tests.testing.manual_clock import ManualClock
 
 NUM_TOKENS = 9
 WORDS = ["a ", "b", " ccé", "🙂", ""]
+_SILENT_ROUTER = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from quire.protos.inference_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
+
+class Silent(GenerationServiceServicer):
+    def GenerateStream(self, request, context):
+        print("called", flush=True)
+        threading.Event().wait()
+    GenerateBatch = GenerateStream
+
+server = grpc.server(ThreadPoolExecutor(4))
+add_GenerationServiceServicer_to_server(Silent(), server)
+print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+server.start()
+server.wait_for_termination()
+"""
 
 
 class SeededRouter(GenerationServiceServicer):
@@ -209,6 +230,30 @@ def test_one_address_continues_once_it_is_back(pair: list[SeededRouter], is_asyn
     assert first.sampling.seed == second.sampling.seed
     assert len(answers(broken)[0][1]) == NUM_TOKENS
     assert [len(each.token_ids) for each in second.received] == [4]
+
+
+@pytest.mark.parametrize("method", ["stream", "batch"])
+def test_a_blocking_call_ends_if_its_only_router_dies_before_the_first_message(method: str) -> None:
+    ended: list[QuireError] = []
+
+    def call(address: str) -> None:
+        with Client(address, timeout=60) as client, pytest.raises(Unavailable) as raised:
+            list(getattr(client, method)(["p"] if method == "batch" else "p"))
+        ended.append(raised.value)
+
+    command = [sys.executable, "-c", _SILENT_ROUTER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = f"127.0.0.1:{process.stdout.readline().strip()}"
+            # A call that hangs must not keep the test process.
+            calling = threading.Thread(target=call, args=(address,), daemon=True)
+            calling.start()
+            assert process.stdout.readline() == "called\n"
+        finally:
+            process.kill()
+    calling.join(20)
+    assert ended
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -167,8 +167,11 @@ async def test_a_channel_does_not_repeat_a_request_that_has_waited(cluster: Any)
     async with AsyncClient(cluster.running.address) as client:
         with pytest.raises(QuireError, match="drain d --undo"):
             await client.generate([5], max_tokens=1)
-    labels = {"grpc_method": "Generate", "grpc_code": "UNAVAILABLE"}
-    assert cluster.metric("grpc_server_handled_total", **labels) == 1
+        with pytest.raises(QuireError, match="drain d --undo"):
+            await anext(client.stream([5], max_tokens=1))
+    for method in ("Generate", "GenerateStream"):
+        labels = {"grpc_method": method, "grpc_code": "UNAVAILABLE"}
+        assert cluster.metric("grpc_server_handled_total", **labels) == 1
 
 
 async def test_a_disconnect_frees_the_place(cluster: Any) -> None:
