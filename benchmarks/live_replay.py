@@ -17,6 +17,7 @@ from quire.cli.bench.workload import BenchRequest
 from quire.client import AsyncClient
 from quire.protos import inference_pb2, worker_pb2
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.rpc.channels import NO_PROXY
 from quire.services.local.stack import RunningStack
 from quire.simulator.calibrate import PullSpeed, vocabulary_of
 from quire.simulator.cluster import RequestOutcome
@@ -60,7 +61,10 @@ async def replay_live(
 @asynccontextmanager
 async def workers(stack: RunningStack) -> AsyncIterator[dict[str, WorkerServiceStub]]:
     """Yield a stub of each worker."""
-    channels = {name: grpc.aio.insecure_channel(w.address) for name, w in stack.ready.items()}
+    channels = {
+        name: grpc.aio.insecure_channel(worker.address, options=[NO_PROXY])
+        for name, worker in stack.ready.items()
+    }
     try:
         yield {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()}
     finally:

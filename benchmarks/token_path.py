@@ -36,6 +36,7 @@ from quire.benchmarks.harness.rounds import cpu_seconds, main_thread_cpu_seconds
 from quire.benchmarks.harness.tables import table
 from quire.protos import inference_pb2 as pb
 from quire.protos import inference_pb2_grpc as pb_grpc
+from quire.rpc.channels import NO_PROXY
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
@@ -124,7 +125,7 @@ async def bare_microseconds(num_streams: int) -> float:
     process.start()
     try:
         port = await asyncio.to_thread(here.recv)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[NO_PROXY]) as channel:
             call = channel.unary_stream("/bare/Stream", _unchanged, _unchanged)
 
             async def read() -> int:
@@ -172,7 +173,7 @@ async def streams(stack: RunningStack) -> AsyncIterator[dict[str, Stream]]:
     async with AsyncExitStack() as opened:
         # Each connection belongs to one router process, so several processes need several connections.
         number = 1 if len(stack.routers) == 1 else CONNECTIONS_PER_PROCESS * len(stack.routers)
-        options = [("grpc.use_local_subchannel_pool", 1)]
+        options = [NO_PROXY, ("grpc.use_local_subchannel_pool", 1)]
         made = [grpc.aio.insecure_channel(stack.address, options=options) for _ in range(number)]
         channels = [await opened.enter_async_context(channel) for channel in made]
         connector = aiohttp.TCPConnector(limit=0)

@@ -35,12 +35,14 @@ def health(
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
+    from quire.rpc.channels import NO_PROXY
+
     address = option or address
     tls = encryption.files()
     if tls is None:
-        opened = grpc.insecure_channel(address)
+        opened = grpc.insecure_channel(address, options=[NO_PROXY])
     else:
-        opened = grpc.secure_channel(address, tls.credentials(), options=tls.options())
+        opened = grpc.secure_channel(address, tls.credentials(), options=[NO_PROXY, *tls.options()])
     with opened as channel:
         try:
             answer, call = HealthStub(channel).Check.with_call(

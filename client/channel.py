@@ -45,6 +45,8 @@ def several_options(address: str | Sequence[str]) -> list[tuple[str, int]]:
 def channel_options() -> list[tuple[str, int | str]]:
     """Return the options of a channel to a router."""
     return [
+        # gRPC would use the proxy that the environment names, even for the loopback.
+        ("grpc.enable_http_proxy", 0),
         # A long prompt of token ids exceeds the default limit of 4 MiB.
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 import signal
 
-import grpc
 from rich.console import Console
 
 from quire.client import Client, GenerationOptions
-from quire.protos.admin_pb2 import ListWorkersRequest
-from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.client.admin import AdminClient
 from quire.services.local.config import LocalStackConfig
 from quire.services.local.stack import RunningStack, local_stack
 from quire.services.router.config import RouterConfig
@@ -25,9 +23,10 @@ KILL_AFTER = 150
 
 def busy_decode_worker(stack: RunningStack) -> tuple[str, int]:
     """Return the name and the pid of the decode worker that runs the request."""
-    with grpc.insecure_channel(stack.admin_address) as channel:
-        workers = AdminServiceStub(channel).ListWorkers(ListWorkersRequest()).workers
-    [busy] = (worker.address for worker in workers if worker.role == "decode" and worker.num_requests)
+    with AdminClient(stack.admin_address) as admin:
+        [busy] = (
+            worker.address for worker in admin.workers() if worker.role == "decode" and worker.num_requests
+        )
     [name] = (name for name, ready in stack.ready.items() if ready.address == busy)
     pid = stack.workers[name].process.pid
     assert pid is not None

@@ -16,6 +16,9 @@ MAX_MESSAGE_BYTES = 256 << 20
 """Largest gRPC message. A message carries whole blocks, and one block of a 70B model has 5 MiB, more than
 gRPC's default limit of 4 MiB."""
 
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""The option by which a channel ignores ``http_proxy`` and ``https_proxy``, which gRPC would use even for the
+loopback."""
 PING_TIMEOUTS = [
     ("grpc.keepalive_timeout_ms", 10_000),
     # This limit, which is a minute by default, also applies to the pings with which gRPC measures bandwidth.
@@ -29,6 +32,7 @@ LOOK_SECONDS = 10.0
 """Interval between two searches for unused channels."""
 
 CHANNEL_OPTIONS = [
+    NO_PROXY,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # With these pings a vanished machine is detected after 20 s; TCP gives up only after 15 min.

@@ -21,6 +21,7 @@ from quire.kvindex.index import UNREACHABLE
 from quire.kvindex.redis_index import redis_version
 from quire.protos.admin_pb2 import DrainWorkerRequest, ListWorkersRequest
 from quire.protos.admin_pb2_grpc import AdminServiceStub
+from quire.rpc.channels import NO_PROXY
 from quire.rpc.errors import ServiceError
 from quire.rpc.proof import Caller, Peer
 from quire.rpc.server import Draining, bind_problem
@@ -336,7 +337,7 @@ def _wait_until_joined(admin_address: str, names: Collection[str]) -> None:
         LaunchError: a worker is still unknown after ``JOIN_SECONDS``.
     """
     deadline = time.monotonic() + JOIN_SECONDS
-    with grpc.insecure_channel(admin_address) as channel:
+    with grpc.insecure_channel(admin_address, options=[NO_PROXY]) as channel:
         stub = AdminServiceStub(channel)
         while True:
             known = stub.ListWorkers(ListWorkersRequest(), timeout=JOIN_SECONDS, wait_for_ready=True)
@@ -359,7 +360,8 @@ def _follow(stack: RunningStack, scaling: ScaleServer) -> None:
 
 def _drain(stack: RunningStack, name: str) -> None:
     """Make the routers avoid a worker and move its answers, unless it has ended already."""
-    with grpc.insecure_channel(stack.admin_address) as channel, suppress(grpc.RpcError):
+    opened = grpc.insecure_channel(stack.admin_address, options=[NO_PROXY])
+    with opened as channel, suppress(grpc.RpcError):
         AdminServiceStub(channel).DrainWorker(DrainWorkerRequest(worker_id=name), timeout=DRAIN_SECONDS)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from typer.testing import Result
@@ -40,6 +41,13 @@ async def test_the_status_follows_the_server(quire: Quire) -> None:
             1,
             f"error: {server.address} is stalled: 3 requests wait\n",
         )
+
+
+async def test_proxies_are_not_used(quire: Quire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with grpc_server([], registry=CollectorRegistry()) as server:
+        await server.ready()
+        assert (await ask(quire, server)).stdout == "ready\n"
 
 
 async def test_a_server_that_gives_no_reason_is_not_ready(quire: Quire) -> None:

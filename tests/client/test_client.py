@@ -299,6 +299,12 @@ def test_a_batch_separates_answers_and_errors(client: Client) -> None:
     assert (error.reason, error.retry_after, error.metadata) == ("TOKEN_RATE", 1.5, {"limit": "6"})
 
 
+def test_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch, fake_generation: Any) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with Client(fake_generation.address, timeout=WAIT_SECONDS) as client:
+        assert client.detokenize([65]) == "A"
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_tls_files_are_read_at_once(is_async: bool, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):

@@ -80,6 +80,15 @@ async def test_a_channel_is_closed_some_minutes_after_its_last_user(
             assert await say(anew) == b"hello"
 
 
+async def test_proxies_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, pool: ChannelPool, may_answer: asyncio.Event
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with echoing(may_answer) as address:
+        with pool.peer(address, "a") as peer:
+            assert await say(peer) == b"hello"
+
+
 async def test_a_call_under_way_is_not_cut(
     pool: ChannelPool, clock: ManualClock, may_answer: asyncio.Event
 ) -> None:

@@ -48,6 +48,19 @@ def test_grpc_knows_every_option() -> None:
     assert [name for name in sorted(names) if name.encode() + b"\0" not in content] == []
 
 
+def test_no_channel_has_the_default_options() -> None:
+    """By default, a channel uses the proxy that the environment names, even for the loopback."""
+    bare = []
+    for folder in FOLDERS:
+        for path in ROOT.joinpath(folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.Call(ast.Attribute(attr="insecure_channel" | "secure_channel"), keywords=given):
+                        if "options" not in {each.arg for each in given}:
+                            bare.append(f"{path}:{node.lineno}")
+    assert bare == []
+
+
 class LateReceiver(kvtransfer_pb2_grpc.KvTransferServiceServicer):
     """Grants no credit for a while, and then all of it."""
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from quire.protos import admin_pb2 as pb
 from quire.protos import admin_pb2_grpc as pb_grpc
 from quire.protos import worker_pb2
-from quire.rpc.channels import ChannelClosedError, closed_channel_errors
+from quire.rpc.channels import NO_PROXY, ChannelClosedError, closed_channel_errors
 from quire.rpc.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from quire.rpc.server import GrpcServer, Service, grpc_server
 from quire.services.router.admin.roles import Roles
@@ -128,7 +128,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 reason="NO_LAUNCHER",
             )
         try:
-            async with grpc.aio.insecure_channel(self._launcher_address) as channel:
+            opened = grpc.aio.insecure_channel(self._launcher_address, options=[NO_PROXY])
+            async with opened as channel:
                 launcher = pb_grpc.AdminServiceStub(channel)
                 response: pb.ScaleWorkersResponse = await launcher.ScaleWorkers(
                     request, timeout=context.time_remaining()
