@@ -48,6 +48,7 @@ class AsyncClient(RouterClient):
         **options: Unpack[GenerationOptions],
     ) -> Completion:
         """Return the assistant's next message in a conversation."""
+        conversion.checked_list(messages, "messages")
         return await self.generate(messages, timeout=timeout, **options)
 
     def stream(
@@ -67,7 +68,7 @@ class AsyncClient(RouterClient):
 
         Leaving the loop cancels the prompts that still run.
         """
-        batch = ResumableBatch([conversion.to_generation(prompt, options) for prompt in prompts])
+        batch = ResumableBatch(conversion.to_batch(prompts, options))
         return self._receive(lambda stub: stub.GenerateBatch, batch, timeout)
 
     async def embed(

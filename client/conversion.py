@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -15,6 +15,7 @@ from quire.client.errors import QuireError, ServerError, from_status, invalid_re
 from quire.protos import inference_pb2 as pb
 from quire.sampling.messages import EARLY_STOPPING
 
+T = TypeVar("T")
 _MESSAGES: Mapping[str, type[ProtoMessage]] = {
     "": pb.Generation,
     "sampling": pb.SamplingParams,
@@ -47,6 +48,7 @@ def _fields() -> dict[str, tuple[str, str]]:
 
 
 _FIELDS = _fields()
+_BYTES = bytes | bytearray | memoryview
 _FORMATS = ("json_schema", "regex", "grammar")
 _FINISH_REASONS: Mapping[int, types.FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -79,6 +81,25 @@ def to_generation(prompt: types.Prompt, options: types.GenerationOptions) -> pb.
             owner = attrgetter(group)(generation) if group else generation
             _set(owner, field, [value] if field == "stop_strings" and isinstance(value, str) else value, name)
     return generation
+
+
+def to_batch(prompts: Sequence[types.Prompt], options: types.GenerationOptions) -> list[pb.Generation]:
+    """Return the message that describes the generation of each prompt; errors as of ``to_generation``."""
+    return [to_generation(prompt, options) for prompt in checked_list(prompts, "prompts")]
+
+
+def checked_list(values: Iterable[T], name: str) -> Iterable[T]:
+    """Return the values unless they are a single one, whose characters, bytes or keys would be the elements.
+
+    Args:
+        name: the argument's name in error messages.
+
+    Raises:
+        InvalidRequest: it is no list.
+    """
+    if isinstance(values, str | _BYTES | Mapping) or not isinstance(values, Iterable):
+        raise invalid_request(name, f"must be a list, not {type(values).__name__}")
+    return values
 
 
 def to_outcome(response: pb.GenerateBatchResponse) -> types.Completion | QuireError:
@@ -178,8 +199,8 @@ def to_embed_request(texts: Sequence[str | Sequence[int]], **options: int | str 
         InvalidRequest: a value does not fit its field.
     """
     request = pb.EmbedRequest()
-    for text in texts:
-        _set_prompt(request.inputs.add(), text)
+    for index, text in enumerate(checked_list(texts, "texts")):
+        _set_prompt(request.inputs.add(), text, f"texts[{index}]")
     for name, value in options.items():
         if value is not None:
             _set(request, name, value, name)
@@ -199,17 +220,20 @@ def to_model_info(response: pb.GetModelInfoResponse) -> types.ModelInfo:
     return replace(info, eos_token_ids=ids, adapters=names, sampling_defaults=dict(info.sampling_defaults))
 
 
-def _set_prompt(owner: pb.Generation | pb.TokenizeRequest | pb.EmbedInput, prompt: types.Prompt) -> None:
+def _set_prompt(
+    owner: pb.Generation | pb.TokenizeRequest | pb.EmbedInput, prompt: types.Prompt, name: str = "prompt"
+) -> None:
+    """Set a prompt; ``name`` is its name in error messages."""
     if isinstance(prompt, str):
-        _set(owner, "text", prompt, "prompt")
+        _set(owner, "text", prompt, name)
     elif len(prompt) and isinstance(prompt[0], Mapping) and not isinstance(owner, pb.EmbedInput):
         owner.chat.messages.extend(map(_to_chat_message, cast("Sequence[types.Message]", prompt)))
     elif not isinstance(owner, pb.TokenizeRequest):
         # Set the field even if the prompt is empty, so that the server reports the empty prompt.
         owner.token_ids.SetInParent()
-        _set(owner.token_ids, "ids", prompt, "prompt")
+        _set(owner.token_ids, "ids", prompt, name)
     else:
-        raise invalid_request("prompt", "must be text or a conversation of at least one message")
+        raise invalid_request(name, "must be text or a conversation of at least one message")
 
 
 def _to_chat_message(message: types.Message) -> pb.ChatMessage:
@@ -237,6 +261,8 @@ def _template_call(call: types.ToolCall) -> dict[str, Any]:
 def _set(owner: Any, field: str, value: Any, name: str) -> None:
     """Set a scalar or repeated field; ``name`` is the option's name in error messages."""
     try:
+        if isinstance(value, _BYTES):
+            raise TypeError("bytes are neither text nor numbers")
         if field in _JSON_FIELDS and not isinstance(value, str):
             setattr(owner, field, json.dumps(value))
         elif isinstance(value, Mapping):

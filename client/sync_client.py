@@ -47,6 +47,7 @@ class Client(RouterClient):
         **options: Unpack[GenerationOptions],
     ) -> Completion:
         """Return the assistant's next message in a conversation."""
+        conversion.checked_list(messages, "messages")
         return self.generate(messages, timeout=timeout, **options)
 
     def stream(
@@ -66,7 +67,7 @@ class Client(RouterClient):
 
         Leaving the loop cancels the prompts that still run.
         """
-        batch = ResumableBatch([conversion.to_generation(prompt, options) for prompt in prompts])
+        batch = ResumableBatch(conversion.to_batch(prompts, options))
         return self._receive(lambda stub: stub.GenerateBatch, batch, timeout)
 
     def embed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -222,6 +223,10 @@ def test_no_server_is_unavailable() -> None:
         ("x", {"logit_bias": 3}, "logit_bias"),
         ("x", {"bad_word_token_ids": [3]}, "bad_word_token_ids"),
         ([-1], {}, "prompt"),
+        (b"abc", {}, "prompt"),
+        (bytearray(b"abc"), {}, "prompt"),
+        ("x", {"stop_token_ids": b"ab"}, "stop_token_ids"),
+        ("x", {"model": b"demo"}, "model"),
         ([{"role": "user"}], {}, "prompt"),
         ([{"role": "user", "content": None}], {}, "prompt"),
     ],
@@ -233,6 +238,32 @@ def test_values_that_fit_no_field_are_refused_here(
         client.stream(prompt, **options)
     assert raised.value.field == field
     assert not fake_generation.requests
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("value", ["abc", b"abc", {"role": "user", "content": "abc"}, None])
+def test_a_single_value_is_no_list(fake_generation: Any, value: Any, is_async: bool) -> None:
+    async def fields() -> list[str]:
+        client: Any = (AsyncClient if is_async else Client)(fake_generation.address)
+        found = []
+        for method in (client.batch, client.chat, client.embed):
+            with pytest.raises(InvalidRequest, match="must be a list") as raised:
+                await method(value)
+            found.append(raised.value.field)
+        if is_async:
+            await client.close()
+        else:
+            client.close()
+        return found
+
+    assert asyncio.run(fields()) == ["prompts", "messages", "texts"]
+    assert not fake_generation.requests
+
+
+def test_an_embedded_text_that_is_refused_is_named(client: Client) -> None:
+    texts: Any = ["a", b"b"]
+    with pytest.raises(InvalidRequest, match=r"^texts\[1\]: "):
+        client.embed(texts)
 
 
 def test_several_answers_are_choices(client: Client, fake_generation: Any) -> None:
