@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -48,6 +48,7 @@ def _fields() -> dict[str, tuple[str, str]]:
 
 
 _FIELDS = _fields()
+_TOO_DEEP = "is nested too deeply"
 _BYTES = bytes | bytearray | memoryview
 _FORMATS = ("json_schema", "regex", "grammar")
 _FINISH_REASONS: Mapping[int, types.FinishReason] = {
@@ -226,8 +227,11 @@ def _set_prompt(
     """Set a prompt; ``name`` is its name in error messages."""
     if isinstance(prompt, str):
         _set(owner, "text", prompt, name)
+    elif isinstance(prompt, Mapping) or not hasattr(prompt, "__getitem__"):
+        raise invalid_request(name, f"must be text, token ids or messages, not {type(prompt).__name__}")
     elif len(prompt) and isinstance(prompt[0], Mapping) and not isinstance(owner, pb.EmbedInput):
-        owner.chat.messages.extend(map(_to_chat_message, cast("Sequence[types.Message]", prompt)))
+        for index, message in enumerate(prompt):
+            owner.chat.messages.append(_to_chat_message(message, f"{name}[{index}]"))
     elif not isinstance(owner, pb.TokenizeRequest):
         # Set the field even if the prompt is empty, so that the server reports the empty prompt.
         owner.token_ids.SetInParent()
@@ -236,26 +240,44 @@ def _set_prompt(
         raise invalid_request(name, "must be text or a conversation of at least one message")
 
 
-def _to_chat_message(message: types.Message) -> pb.ChatMessage:
+def _to_chat_message(message: Any, name: str) -> pb.ChatMessage:
+    """Return a message for the server; ``name`` is its name in error messages."""
+    if not isinstance(message, Mapping):
+        raise invalid_request(name, f"must be a message, not {type(message).__name__}")
     more: dict[str, Any] = dict(message)
     result = pb.ChatMessage()
-    for name in ("role", "content"):
-        if name not in more:
-            raise invalid_request("prompt", f"a message has a role and a content, not {', '.join(message)}")
-        _set(result, name, more.pop(name), "prompt")
+    for part in ("role", "content"):
+        if part not in more:
+            given = ", ".join(map(str, message))
+            raise invalid_request(name, f"a message has a role and a content, not {given}")
+        _set(result, part, more.pop(part), f"{name}.{part}")
     if unknown := more.keys() - types.Message.__annotations__:
-        raise invalid_request("prompt", f"a message has no {', '.join(sorted(unknown))}")
-    if "tool_calls" in message:
-        more["tool_calls"] = list(map(_template_call, message["tool_calls"]))
+        raise invalid_request(name, f"a message has no {', '.join(sorted(map(str, unknown)))}")
+    if "tool_calls" in more:
+        calls = checked_list(more["tool_calls"], f"{name}.tool_calls")
+        more["tool_calls"] = [
+            _template_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
     if more:
-        result.more = json.dumps(more)
+        result.more = _json(more, json.dumps, name)
     return result
 
 
-def _template_call(call: types.ToolCall) -> dict[str, Any]:
+def _template_call(call: Any, name: str) -> dict[str, Any]:
     """Return a call in the form for chat templates, with the arguments as an object."""
-    function = {"name": call.name, "arguments": json.loads(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+    if not isinstance(call, types.ToolCall):
+        raise invalid_request(name, f"must be a ToolCall, not {type(call).__name__}")
+    arguments = _json(call.arguments, json.loads, f"{name}.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _json(value: Any, convert: Callable[[Any], T], name: str) -> T:
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        raise invalid_request(name, f"{value!r:.80} is no JSON: {error}") from error
+    except RecursionError as error:
+        raise invalid_request(name, _TOO_DEEP) from error
 
 
 def _set(owner: Any, field: str, value: Any, name: str) -> None:
@@ -264,7 +286,7 @@ def _set(owner: Any, field: str, value: Any, name: str) -> None:
         if isinstance(value, _BYTES):
             raise TypeError("bytes are neither text nor numbers")
         if field in _JSON_FIELDS and not isinstance(value, str):
-            setattr(owner, field, json.dumps(value))
+            setattr(owner, field, _json(value, json.dumps, name))
         elif isinstance(value, Mapping):
             getattr(owner, field).update(value)
         elif field == "early_stopping":

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quire.client import (
     QuireError,
     ServerError,
     Tls,
+    ToolCall,
     Unavailable,
     Unsupported,
 )
@@ -32,6 +34,12 @@ from quire.sampling.messages import values_from_proto
 from quire.sampling.params import ResponseOptions, SamplingParams
 
 WAIT_SECONDS = 10.0
+HELLO: dict[Any, Any] = {"role": "user", "content": "Hello"}
+CALL = ToolCall("1", "look", "{}")
+ARGUMENTS = "prompt[0].tool_calls[0].arguments"
+DEEP: Any = {}
+for _ in range(100_000):
+    DEEP = {"a": DEEP}
 
 
 @pytest.fixture
@@ -227,8 +235,23 @@ def test_no_server_is_unavailable() -> None:
         (bytearray(b"abc"), {}, "prompt"),
         ("x", {"stop_token_ids": b"ab"}, "stop_token_ids"),
         ("x", {"model": b"demo"}, "model"),
-        ([{"role": "user"}], {}, "prompt"),
-        ([{"role": "user", "content": None}], {}, "prompt"),
+        (None, {}, "prompt"),
+        ({1, 2}, {}, "prompt"),
+        (HELLO, {}, "prompt"),
+        ([{"role": "user"}], {}, "prompt[0]"),
+        ([{1: 2}], {}, "prompt[0]"),
+        ([HELLO | {1: 2, "x": 3}], {}, "prompt[0]"),
+        ([HELLO | {"name": {3}}], {}, "prompt[0]"),
+        ([HELLO | {"name": DEEP}], {}, "prompt[0]"),
+        ([{"role": "user", "content": None}], {}, "prompt[0].content"),
+        ([HELLO, "Hello"], {}, "prompt[1]"),
+        ([HELLO, HELLO | {"tool_calls": None}], {}, "prompt[1].tool_calls"),
+        ([HELLO | {"tool_calls": [CALL, {"id": "1"}]}], {}, "prompt[0].tool_calls[1]"),
+        ([HELLO | {"tool_calls": [replace(CALL, arguments='{"a": 1, "b')]}], {}, ARGUMENTS),
+        ([HELLO | {"tool_calls": [replace(CALL, arguments="")]}], {}, ARGUMENTS),
+        ([HELLO | {"tool_calls": [replace(CALL, arguments="[" * 100_000)]}], {}, ARGUMENTS),
+        ([HELLO], {"tools": [DEEP]}, "tools"),
+        ("x", {"json_schema": DEEP}, "json_schema"),
     ],
 )
 def test_values_that_fit_no_field_are_refused_here(
