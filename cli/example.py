@@ -40,5 +40,5 @@ def ask_example(address: str) -> None:
             answer = stream_answer(client, messages, sampling, lambda delta: write(delta.text))
         write(f"\n  {format_stats(answer)}\n\n")
         write(f"Serving at {address}; Ctrl-C ends. Talk to it: {sys.argv[0]} chat --address {address}\n")
-    except (QuireError, OSError, typer.BadParameter) as error:
+    except (QuireError, OSError, ValueError, typer.BadParameter) as error:
         typer.echo(f"the example failed: {error}", err=True)

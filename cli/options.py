@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from quire.cli.failure import usage_errors
 from quire.settings.setting import variable
 
 if TYPE_CHECKING:
@@ -41,9 +42,24 @@ def _several(text: str) -> str:
     return text
 
 
+def _key(text: str | None) -> str | None:
+    """Check an API key."""
+    from quire.client.tls import bearer
+
+    with usage_errors():
+        bearer(text)
+    return text
+
+
 ApiKey = Annotated[
     str | None,
-    option("--api-key", "API key; better given by the variable.", CONNECTION, show_default=False),
+    option(
+        "--api-key",
+        "API key; better given by the variable.",
+        CONNECTION,
+        show_default=False,
+        callback=_key,
+    ),
 ]
 
 

@@ -41,8 +41,16 @@ class Tls:
 
 
 def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that sends an API key with a call; empty without a key."""
-    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+    """Return the metadata that sends an API key with a call; empty without a key.
+
+    Raises:
+        ValueError: gRPC cannot send the key.
+    """
+    if api_key is None:
+        return ()
+    if not isinstance(api_key, str) or not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("api_key must be printable ASCII without line breaks")
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def _read(path: Path | str | None) -> bytes | None:

@@ -125,6 +125,26 @@ def test_the_example_reads_the_variables(
     assert "Blue is é🙂." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["generate", "bench"])
+def test_a_key_that_cannot_be_sent_is_a_usage_error(
+    quire: Quire, monkeypatch: pytest.MonkeyPatch, fake_generation: Any, verb: str
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret\n")
+    result = quire(*arguments(verb, fake_generation.address))
+    assert result.exit_code == 2
+    assert "api_key must be printable ASCII without line breaks" in result.stderr
+    assert "secret" not in result.stderr
+
+
+def test_an_example_with_a_key_that_cannot_be_sent_prints_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_generation: Any
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret\n")
+    ask_example(fake_generation.address)
+    problem = "api_key must be printable ASCII without line breaks"
+    assert capsys.readouterr().err == f"the example failed: {problem}\n"
+
+
 def test_an_example_whose_output_is_closed_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake_generation: Any
 ) -> None:

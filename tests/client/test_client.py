@@ -345,6 +345,13 @@ def test_every_call_sends_the_key(fake_generation: Any) -> None:
     assert fake_generation.authorizations == ["Bearer quire-key"] * 6
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("key", ["secret\n", "secrét", b"secret"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(is_async: bool, key: Any) -> None:
+    with pytest.raises(ValueError, match=r"^api_key must be printable ASCII without line breaks$"):
+        (AsyncClient if is_async else Client)("127.0.0.1:1", api_key=key)
+
+
 def test_a_batch_separates_answers_and_errors(client: Client) -> None:
     outcomes = dict(client.batch(["What is blue?", "What is red?", "fail"], max_tokens=3))
     assert [getattr(outcomes[index], "text", None) for index in (0, 1)] == ["Blue is é🙂."] * 2
