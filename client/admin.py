@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from quire.client.channel import channel_options
 from quire.client.conversion import values_of
-from quire.client.errors import typed_errors
+from quire.client.errors import invalid_request, typed_errors
 from quire.client.router_client import LONGEST_SECONDS
 from quire.protos import admin_pb2 as pb
 from quire.protos.admin_pb2_grpc import AdminServiceStub
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 _LEVELS = {
     "debug": pb.LOG_LEVEL_DEBUG,
     "info": pb.LOG_LEVEL_INFO,
@@ -116,11 +118,11 @@ class AdminClient:
 
     def drain(self, worker_id: str, *, undo: bool = False) -> None:
         """Make all routers send no new requests to a worker; with ``undo``, use it again."""
-        self._call(self._stub.DrainWorker, pb.DrainWorkerRequest(worker_id=worker_id, undo=undo))
+        self._call(self._stub.DrainWorker, _request(pb.DrainWorkerRequest, worker_id=worker_id, undo=undo))
 
     def change_role(self, worker_id: str, role: Literal["prefill", "decode"]) -> None:
         """Change a worker's role; its cache and its running requests remain, and new ones follow the role."""
-        request = pb.ChangeWorkerRoleRequest(worker_id=worker_id, role=role)
+        request = _request(pb.ChangeWorkerRoleRequest, worker_id=worker_id, role=role)
         self._call(self._stub.ChangeWorkerRole, request)
 
     def scale(self, num_workers: Mapping[str, int], *, timeout: float = 600.0) -> Scaled:
@@ -132,7 +134,7 @@ class AdminClient:
             num_workers: number of workers by role, "prefill" or "decode"; other roles do not change.
             timeout: seconds to wait; the change goes on afterwards.
         """
-        request = pb.ScaleWorkersRequest(num_workers=num_workers)
+        request = _request(pb.ScaleWorkersRequest, num_workers=num_workers)
         response = self._call(self._stub.ScaleWorkers, request, timeout)
         return Scaled(list(response.started), list(response.left))
 
@@ -145,7 +147,7 @@ class AdminClient:
 
     def clear_caches(self, worker_ids: Sequence[str] = ()) -> Mapping[str, int]:
         """Make workers (by default all) forget cached blocks; return the number of blocks by worker."""
-        request = pb.ClearWorkerCachesRequest(worker_ids=worker_ids)
+        request = _request(pb.ClearWorkerCachesRequest, worker_ids=worker_ids)
         return dict(self._call(self._stub.ClearWorkerCaches, request).num_blocks)
 
     def add_adapter(self, name: str, path: str, *, timeout: float = 600.0) -> str:
@@ -156,12 +158,12 @@ class AdminClient:
             path: its folder on the workers' machines, or hub id.
             timeout: seconds to wait.
         """
-        request = pb.AddAdapterRequest(name=name, path=path)
+        request = _request(pb.AddAdapterRequest, name=name, path=path)
         return str(self._call(self._stub.AddAdapter, request, timeout).digest)
 
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter on every worker; the requests that use it go on."""
-        self._call(self._stub.RemoveAdapter, pb.RemoveAdapterRequest(name=name))
+        self._call(self._stub.RemoveAdapter, _request(pb.RemoveAdapterRequest, name=name))
 
     def change_log_level(self, level: Literal["debug", "info", "warning", "error"]) -> list[str]:
         """Change the log level of the router and its workers; return the ids of the workers that did so."""
@@ -178,6 +180,21 @@ class AdminClient:
 
     def __exit__(self, *exception: object) -> None:
         self._channel.close()
+
+
+def _request(kind: type[M], **values: Any) -> M:
+    """Return a request with these values.
+
+    Raises:
+        InvalidRequest: a value does not fit its field.
+    """
+    request = kind()
+    for name, value in values.items():
+        try:
+            request.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise invalid_request(name, f"{value!r:.80} does not fit: {error}") from error
+    return request
 
 
 def _to_status(status: pb.WorkerStatus) -> WorkerStatus:

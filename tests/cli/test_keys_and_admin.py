@@ -98,6 +98,26 @@ def test_elastic_roles_are_described_below_the_workers(quire: Quire, admin: Fake
     assert quire("admin", "workers").stdout.splitlines()[-1] == "elastic roles: TTFT 40%"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["scale", "decode=99999999999"], "num_workers"),
+        (["drain", "\udcff"], "worker_id"),
+        (["role", "\udcff", "decode"], "worker_id"),
+        (["clear-cache", "\udcff"], "worker_ids"),
+        (["add-adapter", "a", "\udcff"], "path"),
+        (["remove-adapter", "\udcff"], "name"),
+    ],
+)
+def test_a_value_that_fits_no_field_is_named(
+    quire: Quire, admin: FakeAdmin, arguments: list[str], field: str
+) -> None:
+    result = quire("admin", *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {field}: ")
+    assert not admin.requests
+
+
 def test_drain_clear_and_log_level_send_their_calls(quire: Quire, admin: FakeAdmin) -> None:
     assert "drains" in quire("admin", "drain", "decode-0").stdout
     assert "serves again" in quire("admin", "drain", "decode-0", "--undo").stdout
