@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self, Unpack
 
 import grpc
 
 from quire.client import conversion
-from quire.client.errors import QuireError, typed_errors
+from quire.client.errors import QuireError, client_closed, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
 from quire.client.router_client import Method, RouterClient
 from quire.client.routers import Attempts
@@ -104,16 +105,17 @@ class AsyncClient(RouterClient):
         others count nonetheless.
         """
         request, deadline = pb.EndSessionRequest(session=session), self._deadline(timeout)
-        calls = [
-            router.stub.EndSession(request, timeout=deadline, metadata=self._metadata)
-            for router in self._routers.all
-        ]
-        await asyncio.gather(*calls, return_exceptions=True)
-        with typed_errors():
+        with self._call_errors():
+            calls = [
+                router.stub.EndSession(request, timeout=deadline, metadata=self._metadata)
+                for router in self._routers.all
+            ]
+            await asyncio.gather(*calls, return_exceptions=True)
             return sum([(await call).num_blocks for call in calls])
 
     async def close(self) -> None:
-        """Close the channels; calls that still run are cancelled."""
+        """Close the channels; calls that still run, and later ones, raise ``Cancelled``."""
+        self._is_closed = True
         for channel in self._channels:
             await channel.close(None)
 
@@ -123,15 +125,31 @@ class AsyncClient(RouterClient):
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
+    @contextmanager
+    def _call_errors(self) -> Iterator[None]:
+        """Turn gRPC's errors, and those of a client that was closed, into ``QuireError``."""
+        try:
+            with typed_errors():
+                yield
+        except grpc.aio.UsageError as error:
+            raise client_closed() from error
+        except asyncio.CancelledError as error:
+            # gRPC cancels the calls of a channel that is closed, although nobody cancelled their tasks.
+            task = asyncio.current_task()
+            if not self._is_closed or task is None or task.cancelling():
+                raise
+            raise client_closed() from error
+
     async def _receive(
         self, method: Method, parts: ResumableStream | ResumableBatch, timeout: float | None
     ) -> AsyncGenerator[Any, None]:
         attempts = Attempts(self._routers, self._deadline(timeout), is_stream=True)
         request = parts.request()
         while True:
-            call = self._begin(method, attempts, request)
+            with self._call_errors():
+                call = self._begin(method, attempts, request)
             try:
-                with typed_errors():
+                with self._call_errors():
                     async for response in call:
                         attempts.record_progress()
                         yield parts.receive(response, attempts.num_moves)
@@ -149,7 +167,7 @@ class AsyncClient(RouterClient):
         attempts = Attempts(self._routers, self._deadline(timeout))
         while True:
             try:
-                with typed_errors():
+                with self._call_errors():
                     return await self._begin(method, attempts, request)
             except QuireError as error:
                 await asyncio.sleep(attempts.pause_after(error))

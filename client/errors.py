@@ -123,6 +123,12 @@ def invalid_request(field: str, problem: str) -> InvalidRequest:
     )
 
 
+def client_closed() -> Cancelled:
+    """Return the error of calls that a client's end has cut, and of later ones."""
+    code = grpc.StatusCode.CANCELLED
+    return Cancelled("the client was closed", code=code, reason=code.name)
+
+
 def from_status(
     number: int, message: str, *, reason: str, metadata: Mapping[str, str], retry_after: float | None
 ) -> QuireError:

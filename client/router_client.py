@@ -32,6 +32,7 @@ class RouterClient:
         self._timeout = timeout
         self._metadata = bearer(api_key)
         self._channels: list[Any] = []
+        self._is_closed = False
         options = [*channel_options(), *several_options(address)]
 
         def connect(one: str) -> GenerationServiceStub:

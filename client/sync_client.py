@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self, Unpack
 
 import grpc
 
 from quire.client import conversion
-from quire.client.errors import QuireError, typed_errors
+from quire.client.errors import QuireError, client_closed, typed_errors
 from quire.client.resumable_stream import ResumableBatch, ResumableStream
 from quire.client.router_client import Method, RouterClient
 from quire.client.routers import Attempts
@@ -103,17 +104,18 @@ class Client(RouterClient):
         others count nonetheless.
         """
         request, deadline = pb.EndSessionRequest(session=session), self._deadline(timeout)
-        calls = [
-            router.stub.EndSession.future(request, timeout=deadline, metadata=self._metadata)
-            for router in self._routers.all
-        ]
-        for call in calls:
-            call.exception()  # waits for the call's end
-        with typed_errors():
+        with self._call_errors():
+            calls = [
+                router.stub.EndSession.future(request, timeout=deadline, metadata=self._metadata)
+                for router in self._routers.all
+            ]
+            for call in calls:
+                call.exception()  # waits for the call's end
             return sum(call.result().num_blocks for call in calls)
 
     def close(self) -> None:
-        """Close the channels; calls that still run are cancelled."""
+        """Close the channels; calls that still run, and later ones, raise ``Cancelled``."""
+        self._is_closed = True
         for channel in self._channels:
             channel.close()
 
@@ -123,15 +125,28 @@ class Client(RouterClient):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @contextmanager
+    def _call_errors(self) -> Iterator[None]:
+        """Turn gRPC's errors, and those of a client that was closed, into ``QuireError``."""
+        try:
+            with typed_errors():
+                yield
+        except (ValueError, grpc.FutureCancelledError) as error:
+            # gRPC raises a ValueError for a call on a closed channel.
+            if self._is_closed:
+                raise client_closed() from error
+            raise
+
     def _receive(
         self, method: Method, parts: ResumableStream | ResumableBatch, timeout: float | None
     ) -> Generator[Any, None, None]:
         attempts = Attempts(self._routers, self._deadline(timeout), is_stream=True)
         request = parts.request()
         while True:
-            call = self._begin(method, attempts, request)
+            with self._call_errors():
+                call = self._begin(method, attempts, request)
             try:
-                with typed_errors():
+                with self._call_errors():
                     for response in call:
                         attempts.record_progress()
                         yield parts.receive(response, attempts.num_moves)
@@ -149,7 +164,7 @@ class Client(RouterClient):
         attempts = Attempts(self._routers, self._deadline(timeout))
         while True:
             try:
-                with typed_errors():
+                with self._call_errors():
                     return self._begin(method, attempts, request)
             except QuireError as error:
                 time.sleep(attempts.pause_after(error))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from quire.client import AsyncClient, Overloaded, Unavailable
+from quire.client import AsyncClient, Cancelled, Overloaded, Unavailable
 from quire.rpc import errors as service_errors
 
 WAIT_SECONDS = 10.0
@@ -60,6 +61,38 @@ async def test_cancelling_the_task_cancels_the_request(client: AsyncClient, fake
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await asyncio.to_thread(fake_generation.cancelled.wait, WAIT_SECONDS)
+
+
+async def test_closing_the_client_ends_its_calls_with_an_error(
+    client: AsyncClient, fake_generation: Any
+) -> None:
+    """A task group would ignore the end of a task as if it had been cancelled."""
+    fake_generation.hangs = True
+    first = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in client.stream("x"):
+            first.set()
+
+    task = asyncio.create_task(consume())
+    await asyncio.wait_for(first.wait(), WAIT_SECONDS)
+    await client.close()
+    with pytest.raises(Cancelled, match="the client was closed"):
+        await task
+    for call in (client.generate("x"), anext(client.stream("x")), client.end_session("s")):
+        with pytest.raises(Cancelled, match="the client was closed"):
+            await call
+
+
+@pytest.mark.parametrize("method", ["generate", "end_session"])
+async def test_closing_the_client_ends_a_call_that_waits_for_its_answer(method: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}", timeout=WAIT_SECONDS)
+        task = asyncio.create_task(getattr(client, method)("x"))
+        await asyncio.sleep(0.05)
+        await client.close()
+        with pytest.raises(Cancelled, match="the client was closed"):
+            await task
 
 
 async def test_errors_are_typed(client: AsyncClient, fake_generation: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from quire.client import (
     AsyncClient,
+    Cancelled,
     Client,
     DeadlineExceeded,
     Interrupted,
@@ -136,6 +137,23 @@ def test_closing_the_iterator_cancels_the_request(client: Client, fake_generatio
     next(stream)
     stream.close()
     assert fake_generation.cancelled.wait(WAIT_SECONDS)
+
+
+def test_calls_of_a_closed_client_are_cancelled(client: Client, fake_generation: Any) -> None:
+    fake_generation.hangs = True
+    stream = client.stream("x")
+    next(stream)
+    client.close()
+    with pytest.raises(Cancelled):
+        next(stream)
+    calls: list[Callable[[], Any]] = [
+        lambda: client.generate("x"),
+        lambda: next(client.stream("x")),
+        lambda: client.end_session("s"),
+    ]
+    for call in calls:
+        with pytest.raises(Cancelled, match="the client was closed"):
+            call()
 
 
 def test_tokenize_and_detokenize(client: Client) -> None:
