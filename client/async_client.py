@@ -145,6 +145,7 @@ class AsyncClient(RouterClient):
     ) -> AsyncGenerator[Any, None]:
         attempts = Attempts(self._routers, self._deadline(timeout), is_stream=True)
         request = parts.request()
+        conversion.check_size(request)
         while True:
             with self._call_errors():
                 call = self._begin(method, attempts, request)
@@ -164,6 +165,7 @@ class AsyncClient(RouterClient):
                 call.cancel()
 
     async def _call(self, method: Method, request: Any, timeout: float | None) -> Any:
+        conversion.check_size(request)
         attempts = Attempts(self._routers, self._deadline(timeout))
         while True:
             try:

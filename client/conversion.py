@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message as ProtoMessage
 
 from quire.client import types
+from quire.client.channel import MAX_MESSAGE_BYTES
 from quire.client.errors import QuireError, ServerError, from_status, invalid_request
 from quire.protos import inference_pb2 as pb
 from quire.sampling.messages import EARLY_STOPPING
@@ -48,6 +49,12 @@ def _fields() -> dict[str, tuple[str, str]]:
 
 
 _FIELDS = _fields()
+_LARGE_FIELDS: Mapping[type[ProtoMessage], str] = {
+    pb.GenerateBatchRequest: "prompts",
+    pb.EmbedRequest: "texts",
+    pb.DetokenizeRequest: "token_ids",
+}
+"""What a client calls the largest part of a request, where it is not the prompt."""
 _TOO_DEEP = "is nested too deeply"
 _BYTES = bytes | bytearray | memoryview
 _FORMATS = ("json_schema", "regex", "grammar")
@@ -101,6 +108,19 @@ def checked_list(values: Iterable[T], name: str) -> Iterable[T]:
     if isinstance(values, str | _BYTES | Mapping) or not isinstance(values, Iterable):
         raise invalid_request(name, f"must be a list, not {type(values).__name__}")
     return values
+
+
+def check_size(request: ProtoMessage) -> None:
+    """Check that gRPC can send a request.
+
+    Raises:
+        InvalidRequest: it is too large.
+    """
+    if (num_bytes := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        problem = f"a request has at most {MAX_MESSAGE_BYTES} bytes, and this one has {num_bytes}"
+        raise invalid_request(
+            _LARGE_FIELDS.get(type(request), "prompt"), problem, limit=f"{MAX_MESSAGE_BYTES}"
+        )
 
 
 def to_outcome(response: pb.GenerateBatchResponse) -> types.Completion | QuireError:

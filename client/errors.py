@@ -25,6 +25,8 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo  # type: ignore[im
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_TOO_LARGE = "CLIENT: Received message larger"
+"""Part of gRPC's own message about an answer that the client cannot receive; no retry would help."""
 _NO_RETRY = ("grpc-retry-pushback-ms", "-1")
 
 
@@ -116,10 +118,10 @@ _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
 }
 
 
-def invalid_request(field: str, problem: str) -> InvalidRequest:
+def invalid_request(field: str, problem: str, **metadata: str) -> InvalidRequest:
     """Return the error for a value that the client refuses before it sends anything."""
     return InvalidRequest(
-        f"{field}: {problem}", code=grpc.StatusCode.INVALID_ARGUMENT, metadata={"field": field}
+        f"{field}: {problem}", code=grpc.StatusCode.INVALID_ARGUMENT, metadata={"field": field, **metadata}
     )
 
 
@@ -142,7 +144,10 @@ def from_rpc_error(error: Any) -> QuireError:
     """Return the typed error for a failed call, sync or async."""
     code: grpc.StatusCode = error.code()
     info, retry_after = _details(error.trailing_metadata())
-    typed = _CLASSES.get(code, ServerError)(
+    kind = _CLASSES.get(code, ServerError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (error.details() or ""):
+        kind = ServerError
+    typed = kind(
         error.details() or code.name,
         code=code,
         reason=info.reason or code.name,

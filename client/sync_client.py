@@ -142,6 +142,7 @@ class Client(RouterClient):
     ) -> Generator[Any, None, None]:
         attempts = Attempts(self._routers, self._deadline(timeout), is_stream=True)
         request = parts.request()
+        conversion.check_size(request)
         while True:
             with self._call_errors():
                 call = self._begin(method, attempts, request)
@@ -161,6 +162,7 @@ class Client(RouterClient):
                 call.cancel()
 
     def _call(self, method: Method, request: Any, timeout: float | None) -> Any:
+        conversion.check_size(request)
         attempts = Attempts(self._routers, self._deadline(timeout))
         while True:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,55 @@ def test_an_embedded_text_that_is_refused_is_named(client: Client) -> None:
     texts: Any = ["a", b"b"]
     with pytest.raises(InvalidRequest, match=r"^texts\[1\]: "):
         client.embed(texts)
+
+
+HALF = "a" * (9 << 20)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda client: client.generate(HALF + HALF), "prompt"),
+        (lambda client: client.stream(HALF + HALF), "prompt"),
+        (lambda client: client.tokenize(HALF + HALF), "prompt"),
+        (lambda client: client.batch([HALF, HALF]), "prompts"),
+        (lambda client: client.embed([HALF, HALF]), "texts"),
+        (lambda client: client.detokenize([2**28] * (4 << 20)), "token_ids"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_that_is_too_large_is_invalid(
+    fake_generation: Any, call: Callable[[Any], Any], field: str, is_async: bool
+) -> None:
+    async def refused() -> None:
+        async with AsyncClient(fake_generation.address) as client:
+            answer = call(client)
+            await (anext(answer) if isinstance(answer, AsyncGenerator) else answer)
+
+    with pytest.raises(InvalidRequest, match=f"^{field}: a request has at most") as raised:
+        if is_async:
+            asyncio.run(refused())
+        else:
+            with Client(fake_generation.address) as client:
+                list(call(client))
+    assert (raised.value.field, raised.value.limit) == (field, f"{16 << 20}")
+    assert not fake_generation.requests
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_answer_that_is_too_large_is_no_reason_to_try_again(fake_generation: Any, is_async: bool) -> None:
+    async def ask() -> None:
+        async with AsyncClient(fake_generation.address) as client:
+            await client.generate("x")
+
+    fake_generation.answer = [HALF + HALF]
+    with pytest.raises(ServerError, match="larger than max") as raised:
+        if is_async:
+            asyncio.run(ask())
+        else:
+            with Client(fake_generation.address) as client:
+                client.generate("x")
+    assert raised.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_several_answers_are_choices(client: Client, fake_generation: Any) -> None:
