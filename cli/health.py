@@ -10,6 +10,8 @@ from quire.cli import options
 from quire.cli.failure import connection_problem, fail
 from quire.cli.spread import spread
 
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""The option of a channel that does not go through a proxy of the environment."""
 LONGEST_SECONDS = 1e9
 """Longest deadline of a call; gRPC takes a much longer one for one that has passed."""
 
@@ -34,8 +36,6 @@ def health(
     import grpc
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
-
-    from quire.rpc.channels import NO_PROXY
 
     address = option or address
     tls = encryption.files()
