@@ -44,6 +44,7 @@ class RouterClient:
             self._channels.append(channel)
             return GenerationServiceStub(channel)
 
+        self._connect = connect
         self._routers = Routers(address, connect)
 
     def _begin(self, method: Method, attempts: Attempts[GenerationServiceStub], request: Any) -> Any:

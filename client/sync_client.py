@@ -127,10 +127,18 @@ class Client(RouterClient):
 
     @contextmanager
     def _call_errors(self) -> Iterator[None]:
-        """Turn gRPC's errors, and those of a client that was closed, into ``QuireError``."""
+        """Turn gRPC's errors, and those of a client that was closed, into ``QuireError``.
+
+        After Ctrl-C, later calls get new channels: Python may have raised it where gRPC had just taken a
+        lock, which nobody releases then, and the channel's thread would wait for this lock for ever.
+        """
         try:
             with typed_errors():
                 yield
+        except KeyboardInterrupt:
+            for router in self._routers.all:
+                router.stub = self._connect(router.address)
+            raise
         except (ValueError, grpc.FutureCancelledError) as error:
             # gRPC raises a ValueError for a call on a closed channel.
             if self._is_closed:

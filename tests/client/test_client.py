@@ -437,3 +437,28 @@ def test_proxies_are_not_used(monkeypatch: pytest.MonkeyPatch, fake_generation: 
 def test_tls_files_are_read_at_once(is_async: bool, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         (AsyncClient if is_async else Client)("127.0.0.1:1", tls=Tls(ca=tmp_path / "absent"))
+
+
+def test_calls_after_ctrl_c_do_not_wait_for_a_lock_that_nobody_holds(
+    client: Client, fake_generation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = []
+
+    def interrupted(wait: Any, *rest: object) -> None:
+        """Raise Ctrl-C as if it came when gRPC had just taken the lock of the call."""
+        lock = wait.__self__
+        lock.acquire()
+        locks.append(lock)
+        raise KeyboardInterrupt
+
+    fake_generation.hangs = True
+    stream = client.stream("x")
+    next(stream)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("grpc._common.wait", interrupted)
+        next(stream)
+    assert fake_generation.cancelled.wait(WAIT_SECONDS)
+    fake_generation.hangs = False
+    assert "".join(delta.text for delta in client.stream("y")) == "Blue is é🙂."
+    for lock in locks:
+        lock.release()
