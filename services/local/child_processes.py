@@ -118,7 +118,7 @@ def _start(process: BaseProcess) -> None:
     """
     try:
         process.start()
-    except EOFError as error:
+    except (EOFError, ConnectionError) as error:
         raise ChildProcessError(
             "the process that imports the workers' libraries and forks them was killed; memory may be short"
         ) from error

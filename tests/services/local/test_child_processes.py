@@ -152,13 +152,18 @@ def test_the_log_says_why_a_process_that_has_served_does_not_start_again(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a fork server")
-def test_a_fork_server_that_is_killed_while_it_imports_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_fork_server_that_is_killed_while_it_imports_is_explained(
+    monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
     server, connect = cast("Any", forkserver), forkserver.connect_to_new_process
 
     def connect_and_kill(descriptors: Sequence[int]) -> tuple[int, int]:
         os.kill(server._forkserver._forkserver_pid, signal.SIGSTOP)
         connection = connect(descriptors)
         os.kill(server._forkserver._forkserver_pid, signal.SIGKILL)
+        if has_ended:
+            os.waitid(os.P_PID, server._forkserver._forkserver_pid, os.WEXITED | os.WNOWAIT)
         return connection
 
     context = fork_server([])
