@@ -47,8 +47,8 @@ async def test_breaking_out_of_the_loop_cancels_the_request(
     assert await asyncio.to_thread(fake_generation.cancelled.wait, WAIT_SECONDS)
 
 
-async def test_cancelling_the_task_cancels_the_request(client: AsyncClient, fake_generation: Any) -> None:
-    fake_generation.hangs = True
+async def begun_stream(client: AsyncClient) -> asyncio.Task[None]:
+    """Return a task that reads a stream, after its first message."""
     first = asyncio.Event()
 
     async def consume() -> None:
@@ -57,6 +57,12 @@ async def test_cancelling_the_task_cancels_the_request(client: AsyncClient, fake
 
     task = asyncio.create_task(consume())
     await asyncio.wait_for(first.wait(), WAIT_SECONDS)
+    return task
+
+
+async def test_cancelling_the_task_cancels_the_request(client: AsyncClient, fake_generation: Any) -> None:
+    fake_generation.hangs = True
+    task = await begun_stream(client)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -68,14 +74,7 @@ async def test_closing_the_client_ends_its_calls_with_an_error(
 ) -> None:
     """A task group would ignore the end of a task as if it had been cancelled."""
     fake_generation.hangs = True
-    first = asyncio.Event()
-
-    async def consume() -> None:
-        async for _ in client.stream("x"):
-            first.set()
-
-    task = asyncio.create_task(consume())
-    await asyncio.wait_for(first.wait(), WAIT_SECONDS)
+    task = await begun_stream(client)
     await client.close()
     with pytest.raises(Cancelled, match="the client was closed"):
         await task
