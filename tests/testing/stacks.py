@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 from urllib.request import urlopen
@@ -20,6 +21,8 @@ from quire.models.notes import Example
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
 from quire.services.local.stack import RunningStack
+from tests.testing.processes import have_ended
+from tests.testing.until import until
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
 IDLE_SECONDS = 20.0
@@ -40,8 +43,11 @@ async def connect(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dict[
         workers = {name: WorkerServiceStub(stack.peer(name, channel)) for name, channel in channels.items()}
         try:
             yield client, workers
-            running = [name for name in workers if stack.workers[name].process.is_alive()]
-            await wait_until_idle({name: workers[name] for name in running})
+            for name, worker in workers.items():
+                try:
+                    await wait_until_idle({name: worker})
+                except grpc.aio.AioRpcError:  # only a worker that ends may give no answer
+                    await until(partial(have_ended, [stack.workers[name].process.pid]))
         finally:
             for channel in channels.values():
                 await channel.close(None)
