@@ -9,7 +9,8 @@
 The digest is XXH3-64 of the parent hash and the bytes, seeded with the block hash, so a file under another
 block's name fails the check. A file is written under a temporary name and renamed. Nothing is flushed: the
 digest detects files that a crash left half-written. Only the engine's thread uses the ledger. Other threads,
-which this cache starts, read, write and remove the files.
+which this cache starts, read, write and remove the files. A disk that does not answer delays requests by at
+most ``READ_SECONDS``, and the end of the worker by twice ``CLOSE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Timer
 from typing import NamedTuple
 
 from xxhash import xxh3_64
+
+from quire.engine.kv_cache.daemon_threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,13 @@ MAX_PENDING_BYTES = 64 << 20
 """Most bytes of blocks in the write queue; when it is full, evicted blocks are dropped."""
 FAILED_SECONDS = 5.0
 """Seconds without writes after a failed write: a full disk is probably still full."""
+READ_SECONDS = 2.0
+"""Seconds without the end of a read after which requests no longer wait for the reads that have begun."""
+CLOSE_SECONDS = 5.0
+"""Most seconds that ``close`` waits for the reads, and for the writes."""
 NUM_READERS = 2
+STALLED = "stalled"
+"""The failure of a read that has not ended in time, and may still end."""
 
 
 class DiskCacheError(OSError):
@@ -57,12 +67,12 @@ class FileProblem(Exception):
 
 
 class Finished(NamedTuple):
-    """A read or a write that has ended.
+    """A read or a write that has ended, or a read that has stalled and ends later.
 
     Attributes:
         block_hash: the block.
         written: the payload that was written; None for a read.
-        failure: the reason of the failure; empty if there was none.
+        failure: the reason of the failure; empty if there was none. ``STALLED`` means that the read goes on.
     """
 
     block_hash: bytes
@@ -114,6 +124,14 @@ class DiskCache:
         self._pending: dict[bytes, bytes] = {}
         """Blocks that are being written; reads are served from here."""
         self._finished: SimpleQueue[Finished] = SimpleQueue()
+        self._reading: set[bytes] = set()
+        """Blocks that are being read."""
+        self._stalls_at = 0.0
+        """When these reads have stalled, unless one of them ends before."""
+        self._alarm_at = 0.0
+        """When a timer calls the subscribers."""
+        self.is_stalled = False
+        """Whether reads have stalled, and have not all ended since."""
         self._on_read: list[Callable[[], None]] = []
         self._clock = clock
         self._paused_until = 0.0
@@ -126,8 +144,8 @@ class DiskCache:
         except OSError as error:
             os.close(self._lock)
             raise DiskCacheError(f"the disk cache {folder} cannot be read: {error}; free its disk") from error
-        self._writer = writer or ThreadPoolExecutor(1, "disk-cache-writer")
-        self._reader = reader or ThreadPoolExecutor(NUM_READERS, "disk-cache-reader")
+        self._writer = writer or DaemonThreads(1, "disk-cache-writer", CLOSE_SECONDS)
+        self._reader = reader or DaemonThreads(NUM_READERS, "disk-cache-reader", CLOSE_SECONDS)
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._hashes
@@ -139,11 +157,11 @@ class DiskCache:
         return len(self._hashes)
 
     def subscribe(self, on_read: Callable[[], None]) -> None:
-        """Call ``on_read`` in one of this cache's threads after each read."""
+        """Call ``on_read`` in one of this cache's threads after each read, and when one may have stalled."""
         self._on_read.append(on_read)
 
     def close(self) -> None:
-        """Finish the reads and writes in progress, then unlock the folder for other workers."""
+        """Finish the reads and writes in progress, unless the disk stalls; unlock the folder for others."""
         self._reader.shutdown()
         self._writer.shutdown()
         os.close(self._lock)
@@ -182,22 +200,52 @@ class DiskCache:
             self._writer.submit(self._path(block_hash).unlink, missing_ok=True)
 
     def read(self, block_hash: bytes, target: memoryview) -> None:
-        """Read a block into ``target`` in the background; ``drain_finished`` yields the outcome later."""
+        """Read a block into ``target`` in the background; ``drain_finished`` yields the outcome later.
+
+        Begin no read while the disk is stalled.
+        """
+        if not self._reading:
+            self._stalls_at = self._clock() + READ_SECONDS
+        self._reading.add(block_hash)
         self._reader.submit(self._read, block_hash, self._pending.get(block_hash), target)
+        self._watch_reads()
 
     def drain_finished(self) -> Iterator[Finished]:
-        """Yield the reads and writes that have ended since the last call."""
+        """Yield the writes that have ended, and the reads that have ended or stalled, since the last call."""
         while True:
             try:
                 finished = self._finished.get_nowait()
             except Empty:
-                return
+                break
             # If the block was removed and stored again meanwhile, its second write is still pending.
             if finished.written is not None and self._pending.get(finished.block_hash) is finished.written:
                 del self._pending[finished.block_hash]
             if finished.written is not None and finished.failure:
                 self._paused_until = self._clock() + FAILED_SECONDS
+            if finished.is_read:
+                self._reading.remove(finished.block_hash)
+                self._stalls_at = self._clock() + READ_SECONDS
             yield finished
+        self.is_stalled &= bool(self._reading)
+        if self._reading and not self.is_stalled and self._clock() >= self._stalls_at:
+            self.is_stalled = True
+            details = {"folder": str(self._folder), "seconds": READ_SECONDS}
+            logger.warning("disk_cache_stalls", extra={"fields": details})
+            yield from [Finished(each, None, STALLED) for each in self._reading]
+        self._watch_reads()
+
+    def _watch_reads(self) -> None:
+        """Start a timer that calls the subscribers when the reads have stalled, unless one is running."""
+        now = self._clock()
+        if self._reading and not self.is_stalled and now >= self._alarm_at:
+            self._alarm_at = max(now, self._stalls_at)
+            timer = Timer(self._alarm_at - now, self._call_subscribers)
+            timer.daemon = True
+            timer.start()
+
+    def _call_subscribers(self) -> None:
+        for on_read in self._on_read:
+            on_read()
 
     # --- files --------------------------------------------------------------------------------------------
 
@@ -235,8 +283,7 @@ class DiskCache:
         except FileProblem as problem:
             failure = problem.reason
         self._finished.put(Finished(block_hash, None, failure))
-        for on_read in self._on_read:
-            on_read()
+        self._call_subscribers()
 
     def _read_file(self, block_hash: bytes, target: memoryview) -> None:
         with self._path(block_hash).open("rb", buffering=0) as file:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from quire.engine.kv_cache.block_pool import BlockListener, BlockPool
-from quire.engine.kv_cache.disk_cache import DiskCache, Finished
+from quire.engine.kv_cache.disk_cache import STALLED, DiskCache, Finished
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.prefix_tree import PrefixTree
@@ -52,7 +52,7 @@ class Prefetch:
     Attributes:
         chain: hashes of the chain's blocks that are in any tier.
         num_left: blocks that have not arrived yet.
-        on_done: called when the last block has arrived or failed.
+        on_done: called when the last block has arrived or failed, or is too late.
     """
 
     chain: Sequence[bytes]
@@ -61,7 +61,7 @@ class Prefetch:
 
     @property
     def is_done(self) -> bool:
-        """Whether each block has arrived or failed."""
+        """Whether each block has arrived, has failed or is too late."""
         return self.num_left == 0
 
 
@@ -321,8 +321,10 @@ class CacheTiers:
         return prefetch
 
     def _begin_load(self, block_hash: bytes, prefetch: Prefetch) -> bool:
-        """Begin to read a block, unless a prefetch already reads it; return whether it is being read."""
+        """Begin to read a block, unless a prefetch already reads it; return whether to wait for it."""
         assert self.disk is not None
+        if self.disk.is_stalled:
+            return False
         load = self._loading.get(block_hash)
         if load is None:
             if len(self._loading) >= MAX_LOADING_SHARE * self.host.num_blocks:
@@ -343,6 +345,10 @@ class CacheTiers:
         if self.disk is None:
             return
         for finished in self.disk.drain_finished():
+            if finished.failure == STALLED:
+                self.counts.disk_errors[STALLED] += 1
+                self._end_waits(self._loading[finished.block_hash])
+                continue
             if finished.failure:
                 self._drop_damaged(finished)
             if finished.is_read:
@@ -365,7 +371,12 @@ class CacheTiers:
             self.host.add_block(block_hash, load.host_id)
             self._loaded.add(block_hash)
             self.counts.promotions["disk"] += 1
-        for prefetch in load.waiting:
+        self._end_waits(load)
+
+    def _end_waits(self, load: _Load) -> None:
+        """Let nothing wait for a block any longer."""
+        waiting, load.waiting = load.waiting, []
+        for prefetch in waiting:
             prefetch.num_left -= 1
             if prefetch.is_done:
                 self.host.touch(prefetch.chain)

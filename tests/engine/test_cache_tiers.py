@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quire.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
-from quire.engine.kv_cache.disk_cache import DiskCache
+from quire.engine.kv_cache.disk_cache import READ_SECONDS, DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
 from quire.engine.kv_cache.tiers import MAX_LOADING_SHARE, CacheTiers
 from quire.kvindex.kv_layout import KvShape
+from tests.testing.manual_clock import ManualClock
 from tests.testing.manual_disk import ManualExecutor, open_disk
 
 NUM_POOL, NUM_HOST, NUM_DISK = 6, 5, 7
@@ -222,6 +223,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def begin(self, identity: str) -> None:
         self.later = ManualExecutor()
+        self.clock = ManualClock()
         self.published = Published()
         disk = open_disk(
             Path(self.folder.name),
@@ -229,6 +231,7 @@ class TiersMachine(RuleBasedStateMachine):
             block_bytes=SHAPE.block_bytes,
             num_blocks=NUM_DISK,
             identity=identity,
+            clock=self.clock,
         )
         self.host = RecordingHostCache(KvMemory(SHAPE, NUM_HOST, CPU))
         self.tiers = CacheTiers(self.memory, self.host, disk, self.published)
@@ -323,6 +326,22 @@ class TiersMachine(RuleBasedStateMachine):
             assert block_hash not in self.disk
         elif block_hash in self.disk:
             path.write_bytes(payload)  # it was not read
+        self.follow()
+
+    @rule(word=words, other=words)
+    def stall(self, word: str, other: str) -> None:
+        """Read while the disk does not answer: nothing waits for long, and the blocks arrive later."""
+        first = self.tiers.prefetch(chain(word))
+        num_reads = first.num_left
+        self.clock.now += READ_SECONDS
+        self.tiers.apply_disk_results()
+        assert first.is_done
+        second = self.tiers.prefetch(chain(other))
+        assert second.is_done or not num_reads
+        self.later.run()
+        self.tiers.apply_disk_results()
+        assert second.is_done
+        assert not self.disk.is_stalled
         self.follow()
 
     def follow(self) -> None:

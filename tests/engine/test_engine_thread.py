@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from quire.engine import engine_thread
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineStoppedError, EngineThread
+from quire.engine.kv_cache import disk_cache
 from quire.engine.kv_cache.disk_cache import DiskCache
 from quire.engine.kv_cache.host_cache import HostCache
 from quire.engine.kv_cache.memory import KvMemory
@@ -24,6 +26,7 @@ from quire.sampling.params import SamplingParams
 from tests.testing.constant_engine import ConstantRunner, make_constant_engine
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
+BLOCK = b"a block's hash.."
 SECONDS = 20.0
 """Until a thing that does not happen is taken for lost."""
 
@@ -108,20 +111,43 @@ async def test_a_transfer_gives_way_to_an_older_request_that_it_holds_up(thread:
     await finished(running)
 
 
-async def test_a_disk_read_wakes_an_engine_that_rests(tmp_path: Path) -> None:
+def disk_with_block(folder: Path, block: bytes) -> tuple[HostCache, DiskCache]:
+    """Return an empty host cache, and a disk cache with a block of an earlier process."""
     shape = KvShape(1, 1, BLOCK_SIZE, 1, "float32")
-    block = b"a block's hash.."
-    earlier = DiskCache(tmp_path, 4096, shape.block_bytes, "same")
+    earlier = DiskCache(folder, 4096, shape.block_bytes, "same")
     earlier.store(block, None, bytes(shape.block_bytes))
     earlier.close()
-    disk = DiskCache(tmp_path, 4096, shape.block_bytes, "same")
     host = HostCache(KvMemory(shape, 2, torch.device("cpu")))
-    engine = make_constant_engine(4, 64, host_cache=host, disk_cache=disk)
-    thread = EngineThread(engine)
+    return host, DiskCache(folder, 4096, shape.block_bytes, "same")
+
+
+async def test_a_disk_read_wakes_an_engine_that_rests(tmp_path: Path) -> None:
+    host, disk = disk_with_block(tmp_path, BLOCK)
+    thread = EngineThread(make_constant_engine(4, 64, host_cache=host, disk_cache=disk))
     thread.start()
-    assert await asyncio.wait_for(thread.call_when_read(lambda e: [block], lambda e: block in host), SECONDS)
+    assert await asyncio.wait_for(thread.call_when_read(lambda e: [BLOCK], lambda e: BLOCK in host), SECONDS)
     await thread.stop()
     disk.close()
+
+
+async def test_a_disk_that_does_not_answer_delays_a_request_and_the_end_for_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(disk_cache, "CLOSE_SECONDS", 0.05)
+    host, disk = disk_with_block(tmp_path, BLOCK)
+    path = tmp_path / f"{BLOCK.hex()}.kv"
+    path.unlink()
+    os.mkfifo(path)  # a reader waits until somebody writes
+    thread = EngineThread(make_constant_engine(4, 64, host_cache=host, disk_cache=disk))
+    thread.start()
+    for _ in range(2):  # the second request finds that the disk has stalled
+        is_read = thread.call_when_read(lambda e: [BLOCK], lambda e: BLOCK in host)
+        assert not await asyncio.wait_for(is_read, SECONDS)
+    assert await thread.call(lambda e: e.tiers.counts.disk_errors if e.tiers else None) == {"stalled": 1}
+    await thread.stop()
+    await asyncio.wait_for(asyncio.to_thread(disk.close), SECONDS)
+    os.close(os.open(path, os.O_WRONLY))  # the reader ends
 
 
 async def one_waits(thread: EngineThread) -> asyncio.Task[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -40,10 +41,13 @@ def open_disk(
     block_bytes: int = 64,
     num_blocks: int = 4,
     identity: str = "same",
+    clock: Callable[[], float] = time.monotonic,
 ) -> DiskCache:
     """Return a disk cache that holds ``num_blocks`` blocks.
 
     The writer also reads if there is no reader. Without both, the cache has threads of its own.
     """
     num_bytes = num_blocks * (block_bytes + HEADER_BYTES)
-    return DiskCache(folder, num_bytes, block_bytes, identity, writer=writer, reader=reader or writer)
+    return DiskCache(
+        folder, num_bytes, block_bytes, identity, writer=writer, reader=reader or writer, clock=clock
+    )

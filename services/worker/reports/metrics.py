@@ -40,7 +40,11 @@ _TIER_COUNTERS = {
     ),
     "demotions": ("Evicted blocks, by the tier to which they moved.", "tier", ("host", "disk", "gone")),
     "promotions": ("Blocks moved up, by the tier that had them.", "tier", ("host", "disk")),
-    "disk_errors": ("Files that could not be used.", "reason", ("read", "write", "truncated", "corrupt")),
+    "disk_errors": (
+        "Files that could not be used.",
+        "reason",
+        ("read", "write", "truncated", "corrupt", "stalled"),
+    ),
 }
 """Text, label and values of each count of ``CacheTiers``."""
 _TIER_BLOCKS = {"blocks": ("Cached blocks below the pool.", "tier", ("host", "disk"))}
