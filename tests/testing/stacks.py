@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
-from functools import partial
 from random import Random
 from typing import Any
 from urllib.request import urlopen
@@ -20,8 +19,8 @@ from quire.client import AsyncClient
 from quire.models.notes import Example
 from quire.protos import worker_pb2 as pb
 from quire.protos.worker_pb2_grpc import WorkerServiceStub
+from quire.services.local.child_processes import Child
 from quire.services.local.stack import RunningStack
-from tests.testing.processes import have_ended
 from tests.testing.until import until
 
 StartStack = Callable[..., AbstractContextManager[RunningStack]]
@@ -44,13 +43,17 @@ async def connect(stack: RunningStack) -> AsyncIterator[tuple[AsyncClient, dict[
         try:
             yield client, workers
             for name, worker in workers.items():
-                try:
-                    await wait_until_idle({name: worker})
-                except grpc.aio.AioRpcError:  # only a worker that ends may give no answer
-                    await until(partial(have_ended, [stack.workers[name].process.pid]))
+                await _until_idle_or_ended(name, worker, stack.workers[name])
         finally:
             for channel in channels.values():
                 await channel.close(None)
+
+
+async def _until_idle_or_ended(name: str, worker: WorkerServiceStub, child: Child) -> None:
+    try:
+        await wait_until_idle({name: worker})
+    except grpc.aio.AioRpcError:  # only a worker that ends may give no answer
+        await until(lambda: not child.process.is_alive())
 
 
 def openai_client(stack: RunningStack) -> openai.OpenAI:
