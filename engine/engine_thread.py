@@ -258,7 +258,7 @@ class EngineThread:
         failure: EngineFailedError | None = None
         try:
             while self._run_commands(can_step):
-                if self._rests and (clients := self._engine.rests.clients()):
+                if clients := self._clients_to_rest_for():
                     self._rest_for(clients)
                     can_step = True
                     continue
@@ -287,6 +287,13 @@ class EngineThread:
         with self._processors.borrowed() as num_threads:
             torch.set_num_threads(num_threads)
             return self._engine.step()
+
+    def _clients_to_rest_for(self) -> Collection[str]:
+        """Return the clients whose prompts another worker computes better while this one rests."""
+        clients = self._engine.rests.clients() if self._rests else ()
+        if clients and self._processors is not None and not self._processors.are_wanted():
+            return ()
+        return clients
 
     def _rest_for(self, clients: Collection[str]) -> None:
         """Leave the processors for a moment to the workers that compute the prompts of some clients."""

@@ -78,6 +78,10 @@ class LentProcessors:
         self._unlock(2 * self._own)
         self._has_own = False
 
+    def are_wanted(self) -> bool:
+        """Return whether another worker has work."""
+        return any(index != self._own and self._is_locked(2 * index) for index in range(len(self._sizes)))
+
     @contextmanager
     def borrowed(self) -> Iterator[int]:
         """Borrow the processors of idle workers; yield the number of all processors to use."""

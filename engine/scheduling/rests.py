@@ -1,8 +1,11 @@
-"""Lets a worker rest while another one computes a prompt for it, on processors that both may use.
+"""Lets a worker rest while another one computes prompts for it, on processors that both may use.
 
 Workers of one machine lend each other their processors while they have nothing to do
-(``runner/lent_processors.py``). A decode worker with many answers always has something to do, so a prompt of
-another client would get half of the processors. The worker rests while such a prompt is on its way, if
+(``runner/lent_processors.py``). A decode worker with answers always has something to do, so it rests in two
+cases.
+
+**For another client.** A prompt would get only half of the processors beside many answers. The worker rests
+while such a prompt is on its way, if
 
 * all clients that run here have more requests here than the prompt's client, and
 * they have used at least as much time of the worker. A step's time counts in proportion to the clients'
@@ -10,6 +13,11 @@ another client would get half of the processors. The worker rests while such a p
   (``fairness/shares.py``).
 
 So a client with many prompts, one after another, slows the answers of others to half their pace at most.
+
+**For larger batches.** A step with few answers takes nearly as long as one with many. While each client that
+runs here has more prompts on their way than answers that run, the worker rests after each step, so the
+prompts get their answers into its steps sooner: for as many times the step's time as there are prompts to an
+answer, up to a limit.
 """
 
 from __future__ import annotations
@@ -25,6 +33,8 @@ from quire.engine.sequences.sequence import SequenceStatus
 from quire.fairness.shares import ServedTokens
 
 CREDIT_SECONDS = 1.0
+MAX_REST_STEPS = 8
+"""Longest rest for larger batches, in times of the step before it."""
 
 
 class Rests:
@@ -45,24 +55,23 @@ class Rests:
         self._queues = queues
         self._groups = groups
         self._clock = clock
+        self._left_seconds = 0.0
+        """What is left of the rest for larger batches."""
         self._used = ServedTokens[str](1e6 * CREDIT_SECONDS)
         """The microseconds that each client has used."""
 
     def clients(self) -> Collection[str]:
         """Return the clients whose prompts the worker rests for now; none if it should step."""
-        here = Counter(group.client for group in self._groups.values())
-        running = {group.client for group in self._queues.running}
-        if len(here) < 2 or not running:
+        coming, running = self._coming(), self._running()
+        if not coming or not running:
             return ()
+        if self._left_seconds > 0:
+            return coming
+        here = Counter(group.client for group in self._groups.values())
         for client in here:
             self._used.join(client)
         fewest = min(here[client] for client in running)
         least = min(map(self._used.level, running))
-        coming = {
-            group.client
-            for group in self._groups.values()
-            if group.prompt.status is SequenceStatus.TRANSFERRING
-        }
         return [client for client in coming if here[client] < fewest and self._used.level(client) <= least]
 
     @contextmanager
@@ -70,7 +79,7 @@ class Rests:
         """Count the time until the context ends as used by each of some clients."""
         begin = self._clock()
         yield
-        self._serve(dict.fromkeys(clients, 1.0), begin)
+        self._left_seconds -= self._serve(dict.fromkeys(clients, 1.0), begin)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -79,9 +88,29 @@ class Rests:
         parts = {client: count / total for client, count in self._queues.clients.items()}
         begin = self._clock()
         yield
-        self._serve(parts, begin)
+        self._left_seconds = self._num_rest_steps() * self._serve(parts, begin)
 
-    def _serve(self, parts: Mapping[str, float], begin: float) -> None:
-        microseconds = 1e6 * (self._clock() - begin)
+    def _num_rest_steps(self) -> float:
+        """Return how many times as long as a step the worker rests after it, for larger batches."""
+        coming = self._coming()
+        least = min((coming[client] / number for client, number in self._running().items()), default=0.0)
+        return min(least, MAX_REST_STEPS) if least > 1 else 0.0
+
+    def _coming(self) -> Counter[str]:
+        """Count the prompts of each client that other workers compute, and that have room here."""
+        return Counter(
+            group.client
+            for group in self._groups.values()
+            if group.prompt.status is SequenceStatus.TRANSFERRING and group not in self._queues.transfers
+        )
+
+    def _running(self) -> Counter[str]:
+        """Count the requests of each client that run here."""
+        return Counter(group.client for group in self._queues.running)
+
+    def _serve(self, parts: Mapping[str, float], begin: float) -> float:
+        """Count the time since ``begin`` as used by some clients; return the seconds."""
+        seconds = self._clock() - begin
         for client, part in parts.items():
-            self._used.serve(client, round(part * microseconds))
+            self._used.serve(client, round(1e6 * part * seconds))
+        return seconds

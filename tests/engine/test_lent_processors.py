@@ -57,6 +57,7 @@ def test_a_worker_borrows_from_the_workers_without_work(workers: list[LentProces
     assert num_borrowed(first) == 3
     second.occupy()
     assert num_borrowed(first) == 1
+    assert third.are_wanted()
     third.vacate()
     assert num_borrowed(first) == 5
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+
+import pytest
 
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
-from quire.engine.scheduling.rests import CREDIT_SECONDS, Rests
+from quire.engine.runner.lent_processors import LentProcessors, SharedProcessors
+from quire.engine.scheduling.rests import CREDIT_SECONDS, MAX_REST_STEPS, Rests
 from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.sampling.params import SamplingParams
 from tests.testing.constant_engine import make_constant_engine
@@ -15,9 +19,9 @@ SECONDS = 20.0
 """Until a thing that does not happen is taken for lost."""
 
 
-def prompt(name: str, tenant: str, max_tokens: int = 40) -> Sequence:
+def prompt(name: str, tenant: str, max_tokens: int = 40, num_tokens: int = 4) -> Sequence:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return Sequence(name, [2] * 4, 4, params, b"", client=tenant)
+    return Sequence(name, [2] * num_tokens, num_tokens, params, b"", client=tenant)
 
 
 def engine_with(*tenants: str) -> Engine:
@@ -79,6 +83,74 @@ def test_a_step_counts_in_proportion_to_the_requests() -> None:
         with rests.rest_for(["small"]):
             now[0] += seconds
     assert not rests.clients()
+
+
+def rest_after_a_step(engine: Engine) -> float:
+    """Return how many times as long as its step an engine rests after it."""
+    now = [0.0]
+    rests = Rests(engine.queues, engine.groups, lambda: now[0])
+    with rests.step():
+        now[0] += 1.0
+    while clients := rests.clients():
+        with rests.rest_for(clients):
+            now[0] += 0.125
+    return now[0] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_coming", "num_steps"), [(0, 0), (1, 0), (2, 0), (3, 1.5), (6, 3), (17, MAX_REST_STEPS)]
+)
+def test_a_worker_rests_while_more_prompts_come_than_answers_run(num_coming: int, num_steps: float) -> None:
+    engine = engine_with("one", "one")
+    for index in range(num_coming):
+        engine.transfers.accept(prompt(f"coming-{index}", "one"))
+    assert rest_after_a_step(engine) == num_steps
+
+
+def test_a_worker_rests_for_larger_batches_of_all_clients_or_none() -> None:
+    engine = engine_with("one", "other")
+    for index in range(4):
+        engine.transfers.accept(prompt(f"coming-{index}", "one"))
+    assert rest_after_a_step(engine) == 0
+    for index in range(3):
+        engine.transfers.accept(prompt(f"coming-other-{index}", "other"))
+    assert rest_after_a_step(engine) == 3
+
+
+def test_a_worker_does_not_rest_for_prompts_that_wait_for_its_blocks() -> None:
+    engine = make_constant_engine(8, 64, num_blocks=3)
+    engine.add_request(prompt("one-0", "one", max_tokens=4))
+    engine.step()
+    for index in range(4):
+        engine.transfers.accept(prompt(f"coming-{index}", "one", max_tokens=4, num_tokens=8))
+    assert rest_after_a_step(engine) == 4
+    for index in range(4):
+        engine.transfers.reserve(f"coming-{index}", lambda has_blocks: None)
+    engine.transfers.grant_blocks()
+    assert engine.transfers.num_waiting == 3  # one has room
+    assert rest_after_a_step(engine) == 0
+
+
+async def test_a_worker_rests_only_while_another_one_has_work(tmp_path: Path) -> None:
+    path = tmp_path / "processors"
+    path.touch()
+    own, other = (LentProcessors(SharedProcessors(path, index, (1, 1))) for index in range(2))
+    engine = engine_with("one")
+    engine.rests.clients = lambda: ["one"]  # type: ignore[method-assign]
+    thread = EngineThread(engine, processors=own, rests=True)
+    running = next(iter(engine.queues.running)).prompt
+    num_tokens = running.num_tokens
+    other.occupy()
+    thread.start()
+    for _ in range(3):
+        assert await thread.call(lambda e: running.num_tokens) == num_tokens
+    other.vacate()
+    async with asyncio.timeout(SECONDS):
+        while await thread.call(lambda e: running.num_tokens) == num_tokens:
+            pass
+    await thread.stop()
+    own.close()
+    other.close()
 
 
 async def test_answers_go_on_beside_a_prompt_that_never_comes() -> None:
