@@ -14,10 +14,10 @@ while such a prompt is on its way, if
 
 So a client with many prompts, one after another, slows the answers of others to half their pace at most.
 
-**For larger batches.** A step with few answers takes nearly as long as one with many. While each client that
-runs here has more prompts on their way than answers that run, the worker rests after each step, so the
-prompts get their answers into its steps sooner: for as many times the step's time as there are prompts to an
-answer, up to a limit.
+**For larger batches.** A step with few answers takes nearly as long as one with many. While nothing waits
+here for room in a step, and each client that runs here has more prompts on their way than answers that run,
+the worker rests after each step, so that the prompts' answers get into its steps sooner: for as many times
+the step's time as there are prompts to an answer, up to a limit.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class Rests:
 
     def _num_rest_steps(self) -> float:
         """Return how many times as long as a step the worker rests after it, for larger batches."""
+        if self._queues.waiting:
+            return 0.0
         coming = self._coming()
         least = min((coming[client] / number for client, number in self._running().items()), default=0.0)
         return min(least, MAX_REST_STEPS) if least > 1 else 0.0

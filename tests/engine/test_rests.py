@@ -117,6 +117,17 @@ def test_a_worker_rests_for_larger_batches_of_all_clients_or_none() -> None:
     assert rest_after_a_step(engine) == 3
 
 
+def test_a_worker_does_not_rest_for_prompts_that_find_no_room_in_its_steps() -> None:
+    engine = make_constant_engine(1, 64, num_blocks=100)
+    engine.add_request(prompt("first", "one"))
+    engine.step()
+    for index in range(4):
+        engine.transfers.accept(prompt(f"coming-{index}", "one"))
+    assert rest_after_a_step(engine) == 4
+    engine.transfers.admit("coming-0", 5)
+    assert rest_after_a_step(engine) == 0
+
+
 def test_a_worker_does_not_rest_for_prompts_that_wait_for_its_blocks() -> None:
     engine = make_constant_engine(8, 64, num_blocks=3)
     engine.add_request(prompt("one-0", "one", max_tokens=4))
