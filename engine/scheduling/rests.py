@@ -17,7 +17,7 @@ So a client with many prompts, one after another, slows the answers of others to
 **For larger batches.** A step with few answers takes nearly as long as one with many. While nothing waits
 here for room in a step, and each client that runs here has more prompts on their way than answers that run,
 the worker rests after each step, so that the prompts' answers get into its steps sooner: for as many times
-the step's time as there are prompts to an answer, up to a limit.
+the step's time as there are prompts to an answer, up to two limits.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from quire.fairness.shares import ServedTokens
 CREDIT_SECONDS = 1.0
 MAX_REST_STEPS = 8
 """Longest rest for larger batches, in times of the step before it."""
+MAX_REST_SECONDS = 0.5
+"""Longest rest for larger batches: a step may be slow for other reasons than its answers."""
 
 
 class Rests:
@@ -88,7 +90,7 @@ class Rests:
         parts = {client: count / total for client, count in self._queues.clients.items()}
         begin = self._clock()
         yield
-        self._left_seconds = self._num_rest_steps() * self._serve(parts, begin)
+        self._left_seconds = min(self._num_rest_steps() * self._serve(parts, begin), MAX_REST_SECONDS)
 
     def _num_rest_steps(self) -> float:
         """Return how many times as long as a step the worker rests after it, for larger batches."""

@@ -10,7 +10,7 @@ import pytest
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.runner.lent_processors import LentProcessors, SharedProcessors
-from quire.engine.scheduling.rests import CREDIT_SECONDS, MAX_REST_STEPS, Rests
+from quire.engine.scheduling.rests import CREDIT_SECONDS, MAX_REST_SECONDS, MAX_REST_STEPS, Rests
 from quire.engine.sequences.sequence import Sequence, SequenceUpdate
 from quire.sampling.params import SamplingParams
 from tests.testing.constant_engine import make_constant_engine
@@ -85,16 +85,16 @@ def test_a_step_counts_in_proportion_to_the_requests() -> None:
     assert not rests.clients()
 
 
-def rest_after_a_step(engine: Engine) -> float:
+def rest_after_a_step(engine: Engine, step_seconds: float = 1 / 32) -> float:
     """Return how many times as long as its step an engine rests after it."""
     now = [0.0]
     rests = Rests(engine.queues, engine.groups, lambda: now[0])
     with rests.step():
-        now[0] += 1.0
+        now[0] += step_seconds
     while clients := rests.clients():
         with rests.rest_for(clients):
-            now[0] += 0.125
-    return now[0] - 1.0
+            now[0] += 1 / 256
+    return now[0] / step_seconds - 1
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,13 @@ def test_a_worker_rests_while_more_prompts_come_than_answers_run(num_coming: int
     for index in range(num_coming):
         engine.transfers.accept(prompt(f"coming-{index}", "one"))
     assert rest_after_a_step(engine) == num_steps
+
+
+def test_a_rest_after_a_slow_step_has_a_limit() -> None:
+    engine = engine_with("one")
+    for index in range(6):
+        engine.transfers.accept(prompt(f"coming-{index}", "one"))
+    assert rest_after_a_step(engine, step_seconds=4.0) == MAX_REST_SECONDS / 4.0
 
 
 def test_a_worker_rests_for_larger_batches_of_all_clients_or_none() -> None:
