@@ -138,7 +138,7 @@ async def test_a_disk_that_does_not_answer_delays_a_request_and_the_end_for_a_bo
     host, disk = disk_with_block(tmp_path, BLOCK)
     path = tmp_path / f"{BLOCK.hex()}.kv"
     path.unlink()
-    os.mkfifo(path)  # a reader waits until somebody writes
+    os.mkfifo(path)  # a reader waits for a writer
     thread = EngineThread(make_constant_engine(4, 64, host_cache=host, disk_cache=disk))
     thread.start()
     for _ in range(2):  # the second request finds that the disk has stalled
